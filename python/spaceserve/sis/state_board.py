@@ -1,0 +1,206 @@
+"""State board: the decode side's present state in a few bytes of shared memory, for the encoder worker's SIS.
+
+One writer, many readers, one machine. A file in /dev/shm is mapped directly rather than through
+`multiprocessing.shared_memory`, whose resource tracker (Python 3.10 to 3.12) also unlinks and warns for processes
+that only attached. Here the creator unlinks, and nobody else.
+
+Layout, little-endian, 128 bytes: magic u64, sequence u64, payload (see _PAYLOAD), crc32 u32 of sequence and payload.
+Seqlock: the writer makes the sequence odd, writes, makes it even; a reader takes a copy between two equal even
+sequences. The sequence is stored and loaded as one aligned 8-byte word. Python gives no memory barriers, so the
+checksum, which covers the sequence, turns any copy torn by reordering into a retry: torn reads are never returned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+import tempfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+_MAGIC = 0x5350_4143_4542_0001  # last two digits: version of the layout
+_SIZE = 128
+_SEQUENCE_INDEX = 1  # in 8-byte words
+_PAYLOAD_OFFSET = 16
+# timestamp_ns, step, running batch, sum of context, prefill waiting, prefill running, prefill prefix, flags, last step
+_PAYLOAD = struct.Struct("<qQQQQQQQd")
+_CRC = struct.Struct("<I")
+_CRC_OFFSET = _PAYLOAD_OFFSET + _PAYLOAD.size
+_WORD = struct.Struct("<Q")
+
+FLAG_PAUSED = 1  # the scheduler answers nothing (weight update, drain)
+FLAG_OVERLAP = 2  # the overlap scheduler runs: numbers are one step old
+
+
+class StateBoardTornError(RuntimeError):
+    """No consistent copy was read: the writer died inside a write, or writes without pause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Decode side as of one step. `timestamp_ns` is the writer's, from the clock that readers pass to `is_stale`."""
+
+    timestamp_ns: int
+    step: int
+    running_batch: int
+    context_tokens_sum: int
+    prefill_tokens_waiting: int = 0
+    prefill_tokens_running: int = 0
+    prefill_prefix_tokens: int = 0
+    last_step_ms: float = 0.0
+    flags: int = 0
+
+    @property
+    def mean_context_tokens(self) -> float:
+        return self.context_tokens_sum / self.running_batch if self.running_batch else 0.0
+
+    def is_stale(self, now_ns: int, max_age_ns: int) -> bool:
+        """Whether the last write is older than `max_age_ns`; both clocks must be the same system-wide one."""
+        return now_ns - self.timestamp_ns > max_age_ns
+
+
+def _path(name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", name) or name.startswith("."):
+        raise ValueError(f"state board name must be letters, digits, dot, dash and underscore, not {name!r}")
+    folder = Path("/dev/shm")
+    return (folder if folder.is_dir() else Path(tempfile.gettempdir())) / name
+
+
+class _Mapping:
+    """Owns one shared mapping and its word view."""
+
+    def __init__(self, fd: int, writable: bool) -> None:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self.memory = mmap.mmap(fd, _SIZE, access=access)
+        self.view = memoryview(self.memory)
+        self.words = self.view.cast("Q")
+
+    def close(self) -> None:
+        self.words.release()
+        self.view.release()
+        self.memory.close()
+
+
+class StateBoardWriter:
+    """Creates the board. `name` must be unique per server; FileExistsError where it is taken.
+
+    Use as a context manager, or call `close`, which also unlinks: readers keep their mapping until they close it.
+    Not safe for two threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._file = _path(name)
+        fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.ftruncate(fd, _SIZE)
+            self._map: _Mapping | None = _Mapping(fd, writable=True)
+        except BaseException:
+            self._file.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        # Magic last: an attacher that sees it sees a whole, if empty, board (sequence 0 = never written).
+        self._map.words[0] = _MAGIC
+        self._sequence = 0
+
+    def publish(self, state: DecodeState) -> None:
+        """Write `state`. Raises ValueError where a field does not fit its word."""
+        if self._map is None:
+            raise ValueError("state board is closed")
+        try:
+            payload = _PAYLOAD.pack(
+                state.timestamp_ns,
+                state.step,
+                state.running_batch,
+                state.context_tokens_sum,
+                state.prefill_tokens_waiting,
+                state.prefill_tokens_running,
+                state.prefill_prefix_tokens,
+                state.flags,
+                state.last_step_ms,
+            )
+        except struct.error as error:
+            raise ValueError(f"state does not fit the board: {error}") from error
+        done = self._sequence + 2
+        crc = _CRC.pack(zlib.crc32(payload, zlib.crc32(_WORD.pack(done))))
+        self._map.words[_SEQUENCE_INDEX] = done - 1
+        self._map.view[_PAYLOAD_OFFSET : _CRC_OFFSET + _CRC.size] = payload + crc
+        self._map.words[_SEQUENCE_INDEX] = done
+        self._sequence = done
+
+    def close(self) -> None:
+        """Unmap and unlink. May be called twice."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+            self._file.unlink(missing_ok=True)
+
+    def __enter__(self) -> StateBoardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class StateBoardReader:
+    """Attaches to a board read-only. Raises FileNotFoundError before it exists, ValueError if it is no board."""
+
+    def __init__(self, name: str) -> None:
+        file = _path(name)
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            if os.fstat(fd).st_size != _SIZE:
+                raise ValueError(f"{file} is no state board of this version")
+            self._map: _Mapping | None = _Mapping(fd, writable=False)
+        finally:
+            os.close(fd)
+        if self._map.words[0] != _MAGIC:
+            self.close()
+            raise ValueError(f"{file} is no state board of this version")
+
+    def read(self, max_tries: int = 1000) -> DecodeState | None:
+        """A consistent copy of the last state; None before the first write. A few microseconds.
+
+        Raises StateBoardTornError after `max_tries` torn copies.
+        """
+        if self._map is None:
+            raise ValueError("state board is closed")
+        words, view = self._map.words, self._map.view
+        for _ in range(max_tries):
+            before = words[_SEQUENCE_INDEX]
+            if before == 0:
+                return None
+            copy = bytes(view[_PAYLOAD_OFFSET : _CRC_OFFSET + _CRC.size])
+            if before & 1 or words[_SEQUENCE_INDEX] != before:
+                continue
+            payload = copy[: _PAYLOAD.size]
+            if _CRC.unpack_from(copy, _PAYLOAD.size)[0] != zlib.crc32(payload, zlib.crc32(_WORD.pack(before))):
+                continue
+            timestamp_ns, step, batch, context, waiting, running, prefix, flags, last_step_ms = _PAYLOAD.unpack(payload)
+            return DecodeState(
+                timestamp_ns=timestamp_ns,
+                step=step,
+                running_batch=batch,
+                context_tokens_sum=context,
+                prefill_tokens_waiting=waiting,
+                prefill_tokens_running=running,
+                prefill_prefix_tokens=prefix,
+                last_step_ms=last_step_ms,
+                flags=flags,
+            )
+        raise StateBoardTornError(f"no consistent state in {max_tries} tries: the writer is gone or never pauses")
+
+    def close(self) -> None:
+        """Unmap; the board stays. May be called twice."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def __enter__(self) -> StateBoardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
