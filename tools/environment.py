@@ -3,8 +3,8 @@
 Two layers, so that several checkouts share the 9 GB of packages but not their own code:
 
 ``${XDG_CACHE_HOME:-~/.cache}/spaceserve/venv-HASH``
-    Everything that constraints.txt pins. HASH is of the pins and the Python version: new pins make a new
-    environment and never change one that is in use. Built beside its final state, under a lock; usable once the file
+    Everything that constraints.txt pins, with the patches of sgl_patches/ (there are none so far). HASH is of the pins,
+    the patches and the Python version: new pins make a new environment and never change one that is in use. Built beside its final state, under a lock; usable once the file
     ``complete`` is in it, built again otherwise.
 ``CHECKOUT/.venv``
     A virtual environment without packages of its own but this checkout, installed editable, so that
@@ -206,8 +206,8 @@ def download(pins: list[str], environment: Path, wheels: Path, started_s: float)
         future.result()
 
 
-def build_shared(environment: Path, pins: list[str], stamp: str) -> None:
-    """Download and install ``pins`` into a new virtual environment at ``environment``."""
+def build_shared(root: Path, environment: Path, pins: list[str], stamp: str) -> None:
+    """Download and install ``pins`` into a new virtual environment at ``environment``, and patch SGLang there."""
     wheels = environment.with_suffix(".wheels")
     have_gb = sum(file.stat().st_size for file in wheels.glob("*")) / 1e9 if wheels.exists() else 0.0
     remove(environment)
@@ -226,6 +226,9 @@ def build_shared(environment: Path, pins: list[str], stamp: str) -> None:
     arguments = ["install", "--no-deps", "--no-index", "--find-links", str(wheels), "--no-build-isolation"]
     arguments += ["--progress-bar", "off", "--requirement", str(requirements)]
     run_pip(arguments, environment, environment.with_suffix(".log"), RESUME_HINT)
+    patch = [str(environment / "bin" / "python"), "-I", str(root / "sgl_patches" / "tool.py"), "apply", "--installed"]
+    if subprocess.run(patch, stdout=sys.stderr, check=False).returncode != 0:
+        raise SetupError("the patches in sgl_patches/ do not apply to the pinned SGLang (see above)")
     shutil.rmtree(wheels)
     requirements.unlink()
     mark_complete(environment, stamp)
@@ -236,15 +239,17 @@ def shared_environment(root: Path) -> Path:
     """The layer of pinned packages, made where it is missing."""
     text = (root / "constraints.txt").read_text()
     pins = [line.partition(" ; ")[0].strip() for line in text.splitlines() if applies(line)]
-    # The content, not the text: comments and pins for other versions of Python do not matter.
-    stamp = digest(*pins, PYTHON_TAG, str(sysconfig.get_config_var("SOABI")))
+    # Patched and unpatched checkouts must not share a package, so the patches are part of the key.
+    patches = [file.read_text() for file in sorted((root / "sgl_patches").glob("*.patch"))]
+    # The pins, not the file's text: comments and pins for other versions of Python do not matter.
+    stamp = digest(*pins, *patches, PYTHON_TAG, str(sysconfig.get_config_var("SOABI")))
     environment = cache_dir() / f"venv-{stamp}"
     if is_complete(environment, stamp):
         return environment
     lock = cache_dir() / f"venv-{stamp}.lock"
     with locked(lock, f"Another process is making {environment}; waiting for it ..."):
         if not is_complete(environment, stamp):
-            build_shared(environment, pins, stamp)
+            build_shared(root, environment, pins, stamp)
     return environment
 
 

@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PYTHONS = ("3.10", "3.11", "3.12")
-# The oldest and a late micro release: some packages ask for backports below 3.10.2 or 3.11.4.
-MICROS = ("2", "20")
+# The first and a late micro release: some packages ask for backports below 3.10.2 or 3.11.4.
+MICROS = ("0", "20")
 HEADER = """\
 # Pins of everything that SpaceServe installs on x86-64 Linux with Python 3.10, 3.11 or 3.12.
 # Written by tools/pin.py from pyproject.toml; the environment of tools/python is made from it.
