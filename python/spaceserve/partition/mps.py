@@ -1,0 +1,439 @@
+"""The CUDA Multi-Process Service: a private control daemon for one server, or the user's own.
+
+Without MPS the processes on a GPU take turns; with it their kernels run side by side, which is what SM masks need.
+The daemon is an ordinary process with a pipe directory; its compute mode, clocks and MIG settings are not touched.
+
+Environment that decides (NVIDIA's names): where ``CUDA_MPS_PIPE_DIRECTORY`` is set, the daemon there is the user's,
+and is used and left alone. Otherwise a daemon of our own is started, with directories that no other server shares,
+and ended with the process that started it. A daemon left behind by a server that was killed is ended by the next
+server's start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "nvidia-cuda-mps-control"
+PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
+LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
+
+_PREFIX = "spaceserve-mps-"
+_OWNER_FILE = "owner"
+_COMMAND_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 10.0
+_QUIT_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 3.0
+# A Unix socket's path has 107 bytes; the daemon's longest name in the pipe directory takes some 20 of them.
+_MAX_DIRECTORY_CHARS = 70
+
+
+class MpsError(RuntimeError):
+    """The control daemon did not do what it was told."""
+
+
+def gpu_is_present() -> bool:
+    """Whether the NVIDIA driver library and a GPU's device file are there. Makes no CUDA context."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return any(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+class MpsDaemon:
+    """Control daemon of the processes that share a GPU. Start it before any of them makes a CUDA context.
+
+        with MpsDaemon() as mps:
+            subprocess.Popen(encoder, env={**os.environ, **mps.client_environ})
+
+    Nothing is raised where MPS cannot run: :attr:`reason` says why, one warning is logged, :attr:`client_environ` is
+    empty, and the processes take turns. Not thread-safe: one thread owns it. A forked child does not end it.
+
+    Args:
+        environ: environment to read, ``os.environ`` by default.
+        executable: the control program; by default looked up on ``environ``'s PATH.
+        gpu_present: tells whether there is a GPU (tests).
+
+    Attributes:
+        reason: None while MPS runs, else why it does not.
+        is_owned: the daemon was started here and is ended here.
+        pipe_directory, log_directory: None where MPS does not run.
+    """
+
+    def __init__(
+        self,
+        *,
+        environ: Mapping[str, str] | None = None,
+        executable: str | None = None,
+        gpu_present: Callable[[], bool] = gpu_is_present,
+    ) -> None:
+        self._environ = dict(os.environ if environ is None else environ)
+        self._executable = executable or shutil.which(CONTROL, path=self._environ.get("PATH"))
+        self._gpu_present = gpu_present
+        self._root: Path | None = None
+        self._owner_pid = os.getpid()
+        self._control_pid: int | None = None
+        self._known_servers: list[int] = []
+        self._has_warned = False
+        self.reason: str | None = "not started"
+        self.is_owned = False
+        self.pipe_directory: Path | None = None
+        self.log_directory: Path | None = None
+
+    @property
+    def client_environ(self) -> dict[str, str]:
+        """What a process needs in its environment to be a client of this daemon. Empty where MPS does not run."""
+        if self.pipe_directory is None:
+            return {}
+        environ = {PIPE_VARIABLE: str(self.pipe_directory)}
+        if self.log_directory is not None:
+            environ[LOG_VARIABLE] = str(self.log_directory)
+        return environ
+
+    def start(self) -> Self:
+        """Use the environment's daemon or start one. Returns self; see :attr:`reason` for whether MPS runs."""
+        if self.reason is None:
+            return self
+        try:
+            if self._executable is None:
+                raise MpsError(f"{CONTROL} is not on the PATH")
+            if not self._gpu_present():
+                raise MpsError("there is no NVIDIA GPU with its driver")
+            if self._environ.get(PIPE_VARIABLE):
+                self._use_users_daemon(Path(self._environ[PIPE_VARIABLE]))
+            else:
+                self._start_own_daemon()
+        except (MpsError, OSError) as error:
+            self._abandon()
+            self.reason = str(error)
+            self._warn_once()
+        else:
+            self.reason = None
+            whose = "private" if self.is_owned else "the environment's"
+            logger.info("MPS: %s control daemon, pipe directory %s", whose, self.pipe_directory)
+        return self
+
+    def is_alive(self) -> bool:
+        """Whether the daemon runs and answers. Takes a few milliseconds: it runs the control program once."""
+        if self.reason is not None:
+            return False
+        if self._control_pid is not None and not _is_running(self._control_pid):
+            return False
+        try:
+            self.server_pids()
+        except MpsError:
+            return False
+        return True
+
+    def server_pids(self) -> list[int]:
+        """Process ids of the daemon's MPS servers: none until a client has connected.
+
+        Raises:
+            MpsError: the daemon does not answer.
+        """
+        pids = [int(line) for line in self._command("get_server_list").split() if line.isdigit()]
+        self._known_servers = pids
+        return pids
+
+    def restart(self) -> bool:
+        """Start a daemon of our own again, in the same directories, so that new clients find it as the old ones did.
+
+        Contexts of the clients of a daemon that died are lost with it: these processes have to be restarted too.
+
+        Returns:
+            Whether MPS runs now. A user's daemon is not restarted, only asked again.
+        """
+        if self.is_owned:
+            self._end_daemon()
+            assert self.pipe_directory is not None
+            for path in self.pipe_directory.iterdir():
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            try:
+                self._launch()
+            except (MpsError, OSError) as error:
+                self.reason = f"the control daemon could not be restarted: {error}"
+                logger.error("MPS: %s", self.reason)
+                return False
+            self.reason = None
+            logger.warning("MPS: the control daemon was restarted")
+            return True
+        if self.reason is None and self.is_alive():
+            return True
+        self.reason = "not started"
+        return self.start().reason is None
+
+    def stop(self) -> None:
+        """End our own daemon and its servers, verify that they are gone, and remove the directories.
+
+        The user's daemon is left alone. Called at exit; a second call, or one in a forked child, does nothing.
+        """
+        if os.getpid() != self._owner_pid:
+            return
+        atexit.unregister(self.stop)
+        if self.is_owned:
+            self._end_daemon()
+        self._abandon()
+        self.reason = "stopped"
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("MPS does not run: %s. Encoder and decoder take turns on the GPU.", self.reason)
+
+    def _use_users_daemon(self, pipe_directory: Path) -> None:
+        self.pipe_directory = pipe_directory
+        log_directory = self._environ.get(LOG_VARIABLE)
+        self.log_directory = Path(log_directory) if log_directory else None
+        try:
+            self.server_pids()
+        except MpsError as error:
+            raise MpsError(f"no control daemon answers at {PIPE_VARIABLE}={pipe_directory} ({error})") from error
+
+    def _start_own_daemon(self) -> None:
+        parent = _short_temp_directory(self._environ)
+        reap_abandoned(parent, self._executable)
+        self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        (self._root / _OWNER_FILE).write_text(_identity(os.getpid()))
+        self.pipe_directory, self.log_directory = self._root / "pipe", self._root / "log"
+        self.pipe_directory.mkdir(mode=0o700)
+        self.log_directory.mkdir(mode=0o700)
+        self.is_owned = True
+        atexit.register(self.stop)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Run ``nvidia-cuda-mps-control -d`` and wait until it answers.
+
+        Raises:
+            MpsError: it ended with an error, or does not answer in time.
+        """
+        assert self._executable is not None
+        # The daemon keeps what it inherits: files, not pipes, or reading its output would wait for its end.
+        with tempfile.TemporaryFile() as output:
+            try:
+                code = subprocess.run(
+                    [self._executable, "-d"],
+                    env={**self._environ, **self.client_environ},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=_START_TIMEOUT_S,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired as error:
+                raise MpsError(f"{CONTROL} -d did not return within {_START_TIMEOUT_S:.0f} s") from error
+            output.seek(0)
+            text = output.read().decode(errors="replace").strip()
+        if code != 0:
+            raise MpsError(f"{CONTROL} -d ended with status {code}: {text or 'no message'}")
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                self.server_pids()
+                break
+            except MpsError as error:
+                if time.monotonic() > deadline:
+                    raise MpsError(f"{CONTROL} was started and does not answer ({error})") from error
+                time.sleep(0.05)
+        assert self.pipe_directory is not None
+        pids = _daemon_pids(self.pipe_directory)
+        self._control_pid = pids[0] if pids else None
+
+    def _command(self, command: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
+        """Send one line to the control daemon and return what it prints.
+
+        Raises:
+            MpsError: no daemon, an error, or no answer in time.
+        """
+        if self._executable is None or self.pipe_directory is None:
+            raise MpsError("no control daemon is known")
+        return send_command(self._executable, self.pipe_directory, command, environ=self._environ, timeout_s=timeout_s)
+
+    def _end_daemon(self) -> None:
+        """``quit``, then the signals, until control daemon and servers are gone."""
+        assert self.pipe_directory is not None
+        with contextlib.suppress(MpsError):
+            self.server_pids()
+        with contextlib.suppress(MpsError):
+            # Servers wait for their clients unless they are given a time.
+            self._command(f"quit -t {_QUIT_TIMEOUT_S / 2:.0f}", timeout_s=_QUIT_TIMEOUT_S)
+        end_processes(self.pipe_directory, self._known_servers)
+        self._control_pid = None
+        self._known_servers = []
+
+    def _abandon(self) -> None:
+        """Forget the daemon and remove our directories; a daemon that half started is ended."""
+        if self.is_owned and self.pipe_directory is not None:
+            end_processes(self.pipe_directory, self._known_servers)
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+        self._root = self.pipe_directory = self.log_directory = None
+        self.is_owned = False
+
+
+def send_command(
+    executable: str, pipe_directory: Path, command: str, *, environ: Mapping[str, str], timeout_s: float
+) -> str:
+    """Pipe one line into ``nvidia-cuda-mps-control`` and return what it prints.
+
+    Raises:
+        MpsError: it failed or did not answer in time.
+    """
+    try:
+        result = subprocess.run(
+            [executable],
+            input=command + "\n",
+            env={**environ, PIPE_VARIABLE: str(pipe_directory)},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MpsError(f"{command!r} was not answered within {timeout_s:.0f} s") from error
+    except OSError as error:
+        raise MpsError(f"{executable} cannot be run ({error})") from error
+    if result.returncode != 0:
+        message = (result.stderr + result.stdout).strip()
+        raise MpsError(f"{command!r} ended with status {result.returncode}: {message or 'no message'}")
+    return result.stdout
+
+
+def end_processes(pipe_directory: Path, server_pids: list[int]) -> None:
+    """Wait for the MPS processes of a pipe directory to end; signal those that do not.
+
+    Raises:
+        MpsError: one survives SIGKILL.
+    """
+    remaining: list[int] = []
+    for pause_s, signal_number in ((_KILL_TIMEOUT_S, signal.SIGTERM), (_KILL_TIMEOUT_S, signal.SIGKILL)):
+        remaining = _wait_for_end(pipe_directory, server_pids, pause_s)
+        if not remaining:
+            return
+        logger.warning("MPS: processes %s did not end and get %s", remaining, signal_number.name)
+        for pid in remaining:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_number)
+    remaining = _wait_for_end(pipe_directory, server_pids, _KILL_TIMEOUT_S)
+    if remaining:
+        raise MpsError(f"processes {remaining} of {pipe_directory} cannot be ended")
+
+
+def reap_abandoned(parent: Path, executable: str | None) -> list[Path]:
+    """End daemons that servers of this user left behind when they were killed, and remove their directories.
+
+    Returns:
+        The directories removed. Those whose owner still runs, and other users', are left alone.
+    """
+    removed = []
+    for root in sorted(parent.glob(_PREFIX + "*")):
+        try:
+            identity = (root / _OWNER_FILE).read_text()
+            if root.stat().st_uid != os.getuid():
+                continue
+        except OSError:
+            continue
+        pid_text = identity.split()[0] if identity.split() else ""
+        if pid_text.isdigit() and _identity(int(pid_text)) == identity:
+            continue
+        pipe_directory = root / "pipe"
+        servers: list[int] = []
+        if executable is not None and _daemon_pids(pipe_directory):
+            with contextlib.suppress(MpsError):
+                send_command(executable, pipe_directory, "quit -t 1", environ=os.environ, timeout_s=_COMMAND_TIMEOUT_S)
+        try:
+            end_processes(pipe_directory, servers)
+        except MpsError as error:
+            logger.warning("MPS: %s", error)
+            continue
+        shutil.rmtree(root, ignore_errors=True)
+        removed.append(root)
+        logger.info("MPS: removed %s, left behind by process %s", root, pid_text)
+    return removed
+
+
+def _short_temp_directory(environ: Mapping[str, str]) -> Path:
+    candidate = environ.get("TMPDIR") or tempfile.gettempdir()
+    return Path(candidate if len(candidate) + len(_PREFIX) + 20 <= _MAX_DIRECTORY_CHARS else "/tmp")
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat after the command's name: state first. None where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def _identity(pid: int) -> str:
+    """Process id with its start time, which tells a process from a later one of the same number."""
+    fields = _stat_fields(pid)
+    return f"{pid} {fields[19]}" if fields and fields[0] != "Z" else f"{pid} gone"
+
+
+def _is_running(pid: int) -> bool:
+    fields = _stat_fields(pid)
+    return fields is not None and fields[0] not in ("Z", "X")
+
+
+def _is_mps_process(pid: int, pipe_directory: Path) -> bool:
+    """Whether ``pid`` is an MPS control daemon or server of this pipe directory: by command and environment."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    variable = f"{PIPE_VARIABLE}={pipe_directory}".encode()
+    return b"nvidia-cuda-mps-" in command and variable in environ.split(b"\0")
+
+
+def _daemon_pids(pipe_directory: Path) -> list[int]:
+    """MPS processes of a pipe directory, the one named by the daemon's pid file first."""
+    pids = [
+        int(entry)
+        for entry in os.listdir("/proc")
+        if entry.isdigit() and _is_running(int(entry)) and _is_mps_process(int(entry), pipe_directory)
+    ]
+    with contextlib.suppress(OSError, ValueError):
+        named = int((pipe_directory / f"{CONTROL}.pid").read_text().strip())
+        if named in pids:
+            pids.remove(named)
+            pids.insert(0, named)
+    return pids
+
+
+def _wait_for_end(pipe_directory: Path, server_pids: list[int], timeout_s: float) -> list[int]:
+    """MPS processes of the directory that still run after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        servers = [pid for pid in server_pids if _is_running(pid) and _is_mps_process(pid, pipe_directory)]
+        remaining = sorted({*_daemon_pids(pipe_directory), *servers})
+        if not remaining or time.monotonic() > deadline:
+            return remaining
+        time.sleep(0.02)
