@@ -4,8 +4,8 @@ Two layers, so that several checkouts share the 9 GB of packages but not their o
 
 ``${XDG_CACHE_HOME:-~/.cache}/spaceserve/venv-HASH``
     Everything that constraints.txt pins, with the patches of sgl_patches/ (there are none so far). HASH is of the pins,
-    the patches and the Python version: new pins make a new environment and never change one that is in use. Built beside its final state, under a lock; usable once the file
-    ``complete`` is in it, built again otherwise.
+    the patches and the Python version: new pins make a new environment and never change one that is in use. Built
+    under a lock; usable once the file ``complete`` is in it, built again otherwise.
 ``CHECKOUT/.venv``
     A virtual environment without packages of its own but this checkout, installed editable, so that
     SGLang sees our entry points. A .pth file adds the shared layer.
