@@ -1,0 +1,243 @@
+"""Random histories of the feature store against a simple model, with a slab whose rows are really written and read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from spaceserve.feature_store import FeatureStore, ItemTooLarge, Lookup, Ticket
+
+pytestmark = pytest.mark.cpu
+
+BLOCK_TOKENS = 3
+# (key, tokens, patches): 1, 1, 2, 2, 3, 4 blocks
+ITEMS = [(bytes([i]), tokens, 10 * tokens) for i, tokens in enumerate((1, 3, 4, 6, 8, 11))]
+BLOCKS = {key: -(-tokens // BLOCK_TOKENS) for key, tokens, _ in ITEMS}
+TOKENS = {key: tokens for key, tokens, _ in ITEMS}
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Model: who wants what, who holds, which keys are being encoded. Slab: one (key, generation) per row.
+
+    The encoder writes a row at `begin` and the rest at `commit`, so that an extent given away too early shows; readers
+    check all their rows after every step.
+    """
+
+    @initialize(num_blocks=st.integers(1, 8))
+    def start(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.store = FeatureStore(num_blocks, BLOCK_TOKENS)
+        self.slab: list[tuple[bytes, int] | None] = [None] * (num_blocks * BLOCK_TOKENS)
+        self.wants: dict[str, list[bytes]] = {}
+        self.holds: set[str] = set()
+        self.encoding: dict[bytes, Ticket] = {}
+        self.given: dict[str, list[Ticket]] = {}  # tickets that readers have
+        self.seen_generations: dict[int, tuple[bytes, int]] = {}
+        self.num_rids = 0
+
+    # ---- helpers on the model
+
+    def wanting(self, key: bytes) -> list[str]:
+        return [rid for rid, keys in self.wants.items() if key in keys]
+
+    def held(self, key: bytes) -> bool:
+        return any(key in self.wants[rid] for rid in self.holds)
+
+    def write(self, ticket: Ticket, rows: range) -> None:
+        for row in rows:
+            self.slab[ticket.offset_tokens + row] = (ticket.key, ticket.generation)
+
+    def expect_lookup(self, key: bytes, rid: str) -> set[Lookup]:
+        if self.store.ticket(key) is not None:
+            return {Lookup.READY}
+        if key in self.encoding or self.held(key):
+            return {Lookup.IN_FLIGHT}
+        return {Lookup.PENDING if [other for other in self.wanting(key) if other != rid] else Lookup.MISS}
+
+    # ---- rules
+
+    def _register(self, rid: str, items: list[tuple[bytes, int, int]]) -> None:
+        keys = list(dict.fromkeys([*self.wants.get(rid, []), *(key for key, _, _ in items)]))
+        before = self.store.stats()
+        if sum(BLOCKS[key] for key in keys) > self.num_blocks:
+            with pytest.raises(ItemTooLarge):
+                self.store.register(rid, items)
+            assert self.store.stats() == before
+            return
+        if keys != self.wants.get(rid):
+            # The reservation goes first: what only it kept reserved counts as pending afterwards.
+            self.holds.discard(rid)
+            self.given.pop(rid, None)
+        expected = {key: self.expect_lookup(key, rid) for key, _, _ in items}
+        result = self.store.register(rid, items)
+        assert result.lookups.keys() == expected.keys()
+        for key, lookup in result.lookups.items():
+            assert lookup in expected[key]
+        self.wants[rid] = keys
+
+    @rule(items=st.lists(st.sampled_from(ITEMS), max_size=4))
+    def arrive(self, items: list[tuple[bytes, int, int]]) -> None:
+        self.num_rids += 1
+        self._register(f"r{self.num_rids}", items)
+
+    @precondition(lambda self: self.wants)
+    @rule(data=st.data(), items=st.lists(st.sampled_from(ITEMS), max_size=2))
+    def add_items(self, data: st.DataObject, items: list[tuple[bytes, int, int]]) -> None:
+        self._register(data.draw(st.sampled_from(sorted(self.wants))), items)
+
+    @precondition(lambda self: self.wants)
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.wants)))
+        before = self.store.stats(), [self.store.ticket(key) for key in BLOCKS]
+        reserved = self.store.try_reserve(rid)
+        if not reserved:
+            assert rid not in self.holds
+            assert (self.store.stats(), [self.store.ticket(key) for key in BLOCKS]) == before
+            # Only what is held or being written may be in the way.
+            assert self.encoding or self.holds, f"{rid} fits the slab, nothing is pinned, and it gets no room"
+            return
+        self.holds.add(rid)
+        to_encode = self.store.keys_to_encode(rid)
+        for key in self.wants[rid]:
+            assert (key in to_encode) + (key in self.encoding) + (self.store.ticket(key) is not None) == 1
+
+    def reserved_keys(self) -> list[bytes]:
+        return sorted({key for rid in self.holds for key in self.store.keys_to_encode(rid)})
+
+    @precondition(lambda self: self.reserved_keys())
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(self.reserved_keys()))
+        ticket = self.store.begin_encode(key)
+        assert ticket.num_tokens == TOKENS[key]
+        self.encoding[key] = ticket
+        self.write(ticket, range(1))
+
+    @precondition(lambda self: self.encoding)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.encoding)))
+        ticket = self.encoding.pop(key)
+        self.write(ticket, range(1, ticket.num_tokens))
+        assert self.store.commit(key) == ticket
+
+    @rule(key=st.sampled_from(sorted(BLOCKS)))
+    def fail(self, key: bytes) -> None:
+        if self.store.ticket(key) is not None:
+            with pytest.raises(ValueError, match="ready"):
+                self.store.fail(key)
+            return
+        rids = self.wanting(key)
+        assert sorted(self.store.fail(key)) == sorted(rids)
+        self.encoding.pop(key, None)
+        self.holds -= set(rids)
+
+    @precondition(lambda self: self.wants)
+    @rule(data=st.data())
+    def finish_or_abort(self, data: st.DataObject) -> None:
+        self._release(data.draw(st.sampled_from(sorted(self.wants))))
+
+    def _release(self, rid: str) -> None:
+        keys = self.wants.pop(rid)
+        self.holds.discard(rid)
+        self.given.pop(rid, None)
+        assert self.store.release(rid) == [key for key in keys if not self.wanting(key)]
+        assert self.store.release(rid) == []
+
+    @precondition(lambda self: self.wants)
+    @rule(data=st.data())
+    def retract(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.wants)))
+        keys = list(self.wants[rid])
+        self._release(rid)
+        self.num_rids += 1
+        self._register(f"r{self.num_rids}", [item for item in ITEMS if item[0] in keys])
+
+    @precondition(lambda self: self.holds)
+    @rule()
+    def send_tickets(self) -> None:
+        for rid in self.holds:
+            if self.store.is_ready(rid):
+                self.given[rid] = self.store.tickets(rid)
+                assert [ticket.key for ticket in self.given[rid]] == self.wants[rid]
+
+    @rule(key=st.sampled_from(sorted(BLOCKS)), cached=st.booleans())
+    def set_radix_cached(self, key: bytes, cached: bool) -> None:
+        self.store.set_radix_cached(key, cached)
+
+    @rule()
+    def clear(self) -> None:
+        self.store.clear()
+        for key in BLOCKS:
+            assert (self.store.ticket(key) is None) or self.held(key)
+
+    # ---- invariants
+
+    @invariant()
+    def store_is_consistent(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        self.store.check_integrity()
+        stats = self.store.stats()
+        ready = {key: ticket for key in BLOCKS if (ticket := self.store.ticket(key)) is not None}
+        pinned = {key for key in ready if self.held(key)}
+        in_work = set(self.encoding) | {key for key in BLOCKS if self.held(key) and key not in ready}
+        assert stats.pinned_blocks == sum(BLOCKS[key] for key in pinned)
+        assert stats.cached_blocks == sum(BLOCKS[key] for key in ready.keys() - pinned)
+        assert stats.reserved_blocks == sum(BLOCKS[key] for key in in_work)
+        assert stats.free_blocks == self.num_blocks - sum(BLOCKS[key] for key in ready.keys() | in_work)
+        assert stats.num_requests == len(self.wants)
+        assert stats.num_entries == len(ready.keys() | in_work | {key for key in BLOCKS if self.wanting(key)})
+        for rid, keys in self.wants.items():
+            assert self.store.is_ready(rid) == (rid in self.holds and all(key in ready for key in keys))
+            patches = {key: patches for key, _, patches in ITEMS}
+            assert self.store.remaining_patches(rid) == sum(patches[key] for key in keys if key not in ready)
+        for key in BLOCKS:
+            assert sorted(self.store.wanted_by(key)) == sorted(self.wanting(key))
+
+    @invariant()
+    def extents_are_disjoint_and_generations_unique(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        tickets = [ticket for key in BLOCKS if (ticket := self.store.ticket(key)) is not None]
+        tickets += self.encoding.values()
+        blocks = [ticket.offset_tokens // BLOCK_TOKENS + i for ticket in tickets for i in range(BLOCKS[ticket.key])]
+        assert len(blocks) == len(set(blocks))
+        assert all(0 <= block < self.num_blocks for block in blocks)
+        for ticket in tickets:
+            place = (ticket.key, ticket.offset_tokens)
+            assert self.seen_generations.setdefault(ticket.generation, place) == place
+
+    @invariant()
+    def readers_see_their_own_image(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for tickets in self.given.values():
+            for ticket in tickets:
+                rows = self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens]
+                assert rows == [(ticket.key, ticket.generation)] * ticket.num_tokens
+
+    def teardown(self) -> None:
+        """Whatever happened, at idle nothing is pinned and one request may have the whole slab."""
+        if not hasattr(self, "store"):
+            return
+        for rid in list(self.wants):
+            self._release(rid)
+        for key in list(self.encoding):
+            self.store.commit(key)
+        assert self.store.is_idle
+        stats = self.store.stats()
+        assert stats.pinned_blocks == stats.reserved_blocks == stats.num_requests == 0
+        assert stats.free_blocks + stats.cached_blocks == self.num_blocks
+        self.store.check_integrity()
+        self.store.register("last", [(b"whole slab", self.num_blocks * BLOCK_TOKENS, 1)])
+        assert self.store.try_reserve("last")
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestStoreMachine.pytestmark = [pytest.mark.cpu]
