@@ -1,0 +1,164 @@
+"""Serving benchmark of SpaceServe against stock SGLang on one machine, in short resumable slices.
+
+  serve_bench.py run --model DIR --results RESULTS --workloads sat:2048 --arms spaceserve stock stock-mixed
+  serve_bench.py run --model DIR --results RESULTS --set targets        (the first missing entry of a set)
+  serve_bench.py plan --results RESULTS --model-name qwen2-vl-7b --set targets
+  serve_bench.py report --results RESULTS --plots
+
+A slice is one workload on two or more arms, one after the other on the same GPU with the same stored arrivals and the
+same image bytes. ``run`` starts each arm once for all workloads given, leaves out what the time budget does not allow,
+skips slices that are done, and prints a table last. See docs/benchmarking.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from servebench import arms, matrix, report
+from servebench.results import Results
+from servebench.session import Session, SessionConfig, session_table
+from servebench.workload import Workload
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="model folder, given to the servers")
+    parser.add_argument("--model-name", help="what results call the model (default: the folder's name)")
+    parser.add_argument("--results", type=Path, required=True, help="results folder of this machine type")
+    parser.add_argument("--arms", nargs="+", help="built-in names, or 'NAME=BASE FLAGS...' for more flags on one")
+    parser.add_argument("--workloads", nargs="+", help="see servebench/workload.py")
+    parser.add_argument("--set", choices=sorted(matrix.SETS), help="take the first missing entry of this set instead")
+    parser.add_argument("--repeat", type=int, default=0, help="number of the repeat; odd ones run the arms backwards")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--api", choices=("generate", "chat"), default="generate")
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--num-words", type=int, default=64)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on every image side, for small machines")
+    parser.add_argument("--budget-s", type=float, default=560.0, help="bound on the whole call")
+    parser.add_argument("--start-estimate-s", type=float, default=70.0, help="expected start of one server")
+    parser.add_argument("--start-timeout-s", type=float, default=180.0)
+    parser.add_argument("--drain-s", type=float, default=90.0, help="wait for answers after the last arrival")
+    parser.add_argument("--common-flags", default="", help="flags for every server, e.g. '--load-format dummy'")
+    parser.add_argument("--ours-flags", default="")
+    parser.add_argument("--stock-flags", default="")
+    parser.add_argument("--retry-failed", action="store_true")
+    parser.add_argument("--bundle", type=Path, help="also pack what was written into this .tgz")
+    parser.add_argument("--log-dir", type=Path, help="keep the servers' logs here")
+
+
+def run(options: argparse.Namespace) -> int:
+    results = Results(options.results)
+    model_name = options.model_name or Path(options.model).name
+    repeat, names, workloads = options.repeat, options.arms, options.workloads
+    if options.set:
+        left = matrix.missing(results, model_name, matrix.SETS[options.set])
+        if not left:
+            print(f"set {options.set}: nothing missing")
+            return 0
+        group, repeat, workloads = left[0]
+        names = list(group.arms)
+    if not names or not workloads:
+        raise ValueError("give --arms and --workloads, or --set")
+    chosen = [
+        arms.prepare(
+            arms.parse_arm(name),
+            device=options.device,
+            common_flags=options.common_flags,
+            ours_flags=options.ours_flags,
+            stock_flags=options.stock_flags,
+        )
+        for name in names
+    ]
+    if len({arm.name for arm in chosen}) < len(chosen):
+        raise ValueError("two arms have the same name")
+    work_dir = Path(tempfile.mkdtemp(prefix="serve-bench-"))
+    try:
+        config = SessionConfig(
+            model=options.model,
+            model_name=model_name,
+            results=options.results,
+            work_dir=work_dir,
+            repo=REPO,
+            device=options.device,
+            api=options.api,
+            repeat=repeat,
+            seed=options.seed,
+            output_len=options.output_len,
+            num_words=options.num_words,
+            scale=options.scale,
+            budget_s=options.budget_s,
+            start_estimate_s=options.start_estimate_s,
+            start_timeout_s=options.start_timeout_s,
+            drain_s=options.drain_s,
+            retry_failed=options.retry_failed,
+            command=stored_command(sys.argv),
+        )
+        session = Session(config, chosen, [Workload.parse(text) for text in workloads])
+        jobs = session.run()
+        if options.log_dir:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+            for log in work_dir.glob("*.log"):
+                shutil.copy(log, options.log_dir / log.name)
+        if options.bundle and session.results.written:
+            session.results.bundle(options.bundle)
+    finally:
+        shutil.rmtree(work_dir, ignore_errors=True)
+    print(f"\n{model_name}, repeat {repeat}\n{session_table(jobs) if jobs else 'nothing to do'}")
+    for failure in session.failures:
+        print(f"FAILED {failure}")
+    return 1 if session.failures else 0
+
+
+def stored_command(argv: list[str]) -> str:
+    """The command for the record: paths cut to their last part."""
+    return shlex.join([Path(part).name if part.startswith(("/", "~", ".")) else part for part in argv])
+
+
+def plan(options: argparse.Namespace) -> int:
+    left = matrix.missing(Results(options.results), options.model_name, matrix.SETS[options.set])
+    for group, repeat, workloads in left:
+        print(f"--repeat {repeat} --arms {' '.join(group.arms)} --workloads {' '.join(workloads)}")
+    print(f"set {options.set}: {sum(len(workloads) for _, _, workloads in left)} slices missing", file=sys.stderr)
+    return 0
+
+
+def write_report(options: argparse.Namespace) -> int:
+    results = Results(options.results)
+    text = report.report(results)
+    (options.results / "report.md").write_text(text)
+    print(text)
+    if options.plots:
+        from servebench import plots
+
+        for path in plots.draw_all(results.slices(), options.results / "plots"):
+            print(f"drew {path.name}", file=sys.stderr)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_run_arguments(commands.add_parser("run", help="run slices"))
+    planner = commands.add_parser("plan", help="list the slices that are missing")
+    planner.add_argument("--results", type=Path, required=True)
+    planner.add_argument("--model-name", required=True)
+    planner.add_argument("--set", choices=sorted(matrix.SETS), default="targets")
+    reporter = commands.add_parser("report", help="table and plots from all slices")
+    reporter.add_argument("--results", type=Path, required=True)
+    reporter.add_argument("--plots", action="store_true")
+    options = parser.parse_args(argv)
+    try:
+        return {"run": run, "plan": plan, "report": write_report}[options.command](options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

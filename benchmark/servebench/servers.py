@@ -1,0 +1,219 @@
+"""Start, watch and stop the servers of an arm. Every server leads a session of its own and ends as a group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from servebench.arms import Arm, ServerSpec
+from servebench.environment import gpu_memory_used_mib, gpu_processes, scrub
+
+HOST = "127.0.0.1"
+LOG_TAIL_CHARS = 6000
+STOP_GRACE_S = 15.0
+
+
+class ServerFailed(RuntimeError):
+    """A server died or did not become ready in time; the message ends with its log's tail."""
+
+
+def http(url: str, *, method: str = "GET", timeout_s: float = 10.0) -> tuple[int, str]:
+    """Status and text of a request; status 0 where nothing answers."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=timeout_s) as response:
+            return response.status, response.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")
+    except (OSError, ValueError):
+        return 0, ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that were free a moment ago."""
+    import socket
+
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind((HOST, 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+@dataclass
+class Server:
+    """A running server process group."""
+
+    spec: ServerSpec
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def tail(self) -> str:
+        """The end of the log, without this machine's paths."""
+        return scrub(self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:]) if self.log.exists() else ""
+
+    def family(self) -> list[psutil.Process]:
+        """The server's process and its descendants that still run."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def wait_ready(self, deadline: float) -> None:
+        """Poll ``/health`` until it answers 200. Raises ServerFailed."""
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerFailed(f"{self.spec.role} exited with {self.process.returncode}\n{self.tail()}")
+            if http(f"{self.url}/health", timeout_s=5)[0] == 200:
+                return
+            time.sleep(0.5)
+        raise ServerFailed(f"{self.spec.role} was not ready in time\n{self.tail()}")
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL after a grace period, to descendants in other sessions too."""
+        family = self.family()
+        for sig, grace_s in ((signal.SIGTERM, STOP_GRACE_S), (signal.SIGKILL, 10.0)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, sig)
+            if sig == signal.SIGKILL:
+                for process in family:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+            self._wait(family, grace_s)
+            if not any(_alive(process) for process in family) and self.process.poll() is not None:
+                return
+
+    def _wait(self, family: list[psutil.Process], grace_s: float) -> None:
+        end = time.monotonic() + grace_s
+        while time.monotonic() < end:
+            self.process.poll()
+            if not any(_alive(process) for process in family):
+                return
+            time.sleep(0.2)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def start_server(spec: ServerSpec, log: Path, port: int, env: dict[str, str], **values: str) -> Server:
+    """Start one server; returns at once."""
+    command = spec.command(python=sys.executable, host=HOST, **values)
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env, **spec.env}, start_new_session=True
+        )
+    return Server(spec, f"http://{HOST}:{port}", process, log)
+
+
+@contextlib.contextmanager
+def running_arm(arm: Arm, *, model: str, work_dir: Path, start_timeout_s: float) -> Iterator[list[Server]]:
+    """Start the arm's servers in order and stop them in the end; yields them, the one to talk to last.
+
+    Raises ServerFailed. Waits at the end until the GPU's memory is given back, so that the next arm starts clean.
+    """
+    before_mib = gpu_memory_used_mib()
+    servers: list[Server] = []
+    with contextlib.ExitStack() as stack:
+        env = stack.enter_context(mps_daemon(work_dir)) if arm.needs_mps else {}
+        try:
+            port, port2 = free_ports(2)
+            for spec in arm.servers:
+                own_port = port if spec.role == "server" else port2
+                log = work_dir / f"{arm.name}.{spec.role}.log"
+                values = {"model": model, "port": str(port), "port2": str(port2)}
+                server = start_server(spec, log, own_port, env, **values)
+                servers.append(server)
+                server.wait_ready(time.monotonic() + start_timeout_s)
+            yield servers
+        finally:
+            for server in reversed(servers):
+                server.stop()
+    wait_memory_returned(before_mib)
+
+
+def wait_memory_returned(before_mib: int | None, timeout_s: float = 30.0) -> None:
+    end = time.monotonic() + timeout_s
+    while before_mib is not None and time.monotonic() < end:
+        now = gpu_memory_used_mib()
+        if now is None or now <= before_mib + 1024:
+            return
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def mps_daemon(work_dir: Path) -> Iterator[dict[str, str]]:
+    """A private MPS control daemon; yields the environment of its clients. Raises ServerFailed where it is missing."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        raise ServerFailed("this arm needs MPS, and nvidia-cuda-mps-control is not installed")
+    # Socket paths have a length limit of about 100 characters: a short directory, not work_dir.
+    pipe_dir = tempfile.mkdtemp(prefix="mps")
+    env = {"CUDA_MPS_PIPE_DIRECTORY": pipe_dir, "CUDA_MPS_LOG_DIRECTORY": pipe_dir}
+    full = {**os.environ, **env}
+    with (work_dir / "mps.log").open("ab") as out:
+        daemon = subprocess.Popen(
+            ["nvidia-cuda-mps-control", "-f"], stdout=out, stderr=out, env=full, start_new_session=True
+        )
+    try:
+        time.sleep(1.0)
+        if daemon.poll() is not None:
+            raise ServerFailed(f"nvidia-cuda-mps-control ended with {daemon.returncode}")
+        yield env
+    finally:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=full, timeout=15, capture_output=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGKILL)
+        daemon.wait(5)
+        shutil.rmtree(pipe_dir, ignore_errors=True)
+
+
+def flush(url: str, timeout_s: float = 30.0) -> bool:
+    """Empty the server's caches; False where it refuses for ``timeout_s`` (requests still run)."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if http(f"{url}/flush_cache", method="POST")[0] == 200:
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def memory(servers: list[Server]) -> dict[str, Any]:
+    """GPU memory in use, per process as nvidia-smi tells, and resident host memory per process of the servers."""
+    host = []
+    for server in servers:
+        for process in server.family():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                title = scrub(" ".join(process.cmdline())[:80]) or process.name()
+                host.append(
+                    {
+                        "pid": process.pid,
+                        "role": server.spec.role,
+                        "name": title,
+                        "rss_mib": process.memory_info().rss >> 20,
+                    }
+                )
+    return {"gpu_used_mib": gpu_memory_used_mib(), "gpu_processes": gpu_processes(), "host_processes": host}

@@ -1,0 +1,286 @@
+"""Run arms one after another on one machine, each through the same workloads, and store a slice per workload."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from servebench import metrics, servers
+from servebench.arms import Arm
+from servebench.bodies import APIS, BodyFile, write_bodies
+from servebench.client import RequestRecord
+from servebench.environment import describe
+from servebench.results import DONE, FAILED, Results, SliceKey
+from servebench.workload import ImageSpec, Trace, TraceRequest, Workload
+
+SCHEMA = 1
+WARMUP_SEED = 1 << 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """Settings of one run. ``model`` is the path given to the servers, ``model_name`` what results call it;
+    ``budget_s`` bounds the whole run; times are in seconds."""
+
+    model: str
+    model_name: str
+    results: Path
+    work_dir: Path
+    repo: Path
+    device: str = "cuda"
+    api: str = "generate"
+    repeat: int = 0
+    seed: int = 1
+    output_len: int = 128
+    num_words: int = 64
+    scale: float = 1.0
+    budget_s: float = 560.0
+    start_estimate_s: float = 70.0
+    start_timeout_s: float = 180.0
+    drain_s: float = 90.0
+    warmup_rounds: int = 2
+    retry_failed: bool = False
+    command: str = ""
+
+
+@dataclass
+class Job:
+    """One workload of the session with everything that the client needs."""
+
+    workload: Workload
+    key: SliceKey
+    trace: Trace
+    bodies: BodyFile
+    warmup: BodyFile
+    arms: list[dict[str, Any]]
+
+    def estimate_s(self) -> float:
+        """Expected time on one arm: arrivals, a drain, warm-up. A closed loop's time is unknown; assume 40 s."""
+        return (40.0 if self.trace.concurrency else self.trace.duration_s * 1.25 + 5.0) + 8.0
+
+
+class Session:
+    """Runs arms x workloads; what does not fit into the time budget is left out before anything starts."""
+
+    def __init__(self, config: SessionConfig, arms: Sequence[Arm], workloads: Sequence[Workload]) -> None:
+        self.config = config
+        # Alternate which arm goes first, so that drift of the machine (heat, clocks) does not favour one.
+        self.arms = list(arms) if config.repeat % 2 == 0 else list(reversed(arms))
+        self.workloads = list(workloads)
+        self.results = Results(config.results)
+        self.end = time.monotonic() + config.budget_s
+        self.failures: list[str] = []
+
+    def missing(self) -> list[Workload]:
+        """Workloads whose slice is not done yet (failed ones are run again only where asked)."""
+        wanted = []
+        for workload in self.workloads:
+            status = self.results.status(self._key(workload))
+            if status is None or (status == FAILED and self.config.retry_failed):
+                wanted.append(workload)
+        return wanted
+
+    def _key(self, workload: Workload) -> SliceKey:
+        return SliceKey(
+            self.config.model_name, workload.name, tuple(sorted(arm.name for arm in self.arms)), self.config.repeat
+        )
+
+    def prepare(self) -> list[Job]:
+        """Draw traces and build bodies for as many of the missing workloads as fit into the budget."""
+        jobs: list[Job] = []
+        config = self.config
+        starts_s = sum(len(arm.servers) for arm in self.arms) * config.start_estimate_s
+        for workload in self.missing():
+            trace = self.results.trace(
+                config.model_name,
+                workload,
+                config.repeat,
+                seed=config.seed,
+                output_len=config.output_len,
+                num_words=config.num_words,
+                scale=config.scale,
+            )
+            # Bodies live with this run only, so name them by the trace's content.
+            stem = config.work_dir / trace.digest[:16]
+            job = Job(workload, self._key(workload), trace, BodyFile(stem, ()), BodyFile(stem, ()), [])
+            planned = starts_s + len(self.arms) * sum(other.estimate_s() for other in [*jobs, job])
+            if planned > self.end - time.monotonic():
+                print(f"no time left for {workload.name}: {planned:.0f} s planned", flush=True)
+                continue
+            job.bodies = write_bodies(trace, stem.with_suffix(".bodies"), api=config.api, model=config.model)
+            warmup = warmup_trace(trace, config.warmup_rounds)
+            job.warmup = write_bodies(warmup, stem.with_suffix(".warmup"), api=config.api, model=config.model)
+            jobs.append(job)
+        return jobs
+
+    def run(self) -> list[Job]:
+        """Run everything; returns the jobs with their arms' results, stored as slices."""
+        jobs = self.prepare()
+        if not jobs:
+            return []
+        session_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        environment = describe(self.config.repo)
+        for order, arm in enumerate(self.arms):
+            remaining_s = self.end - time.monotonic()
+            print(f"[{remaining_s:.0f} s left] arm {arm.name}", flush=True)
+            self._run_arm(order, arm, jobs)
+            for job in jobs:
+                self._store(job, session_id, environment)
+        return jobs
+
+    def _run_arm(self, order: int, arm: Arm, jobs: Sequence[Job]) -> None:
+        config = self.config
+        commands = [server.template for server in arm.servers]
+        base: dict[str, Any] = {
+            "arm": arm.name,
+            "ours": arm.ours,
+            "order": order,
+            "commands": commands,
+            "env": {key: value for server in arm.servers for key, value in server.env.items()},
+            "mps_by_runner": arm.needs_mps,
+        }
+        begin = time.monotonic()
+        done = 0
+        try:
+            timeout_s = min(config.start_timeout_s, max(5.0, self.end - time.monotonic()))
+            with servers.running_arm(
+                arm, model=config.model, work_dir=config.work_dir, start_timeout_s=timeout_s
+            ) as group:
+                start_s = round(time.monotonic() - begin, 1)
+                for job in jobs:
+                    measured = self._run_workload(job, group)
+                    job.arms.append({**base, "start_s": start_s, **measured})
+                    done += 1
+                    print("  " + one_line(job.workload.name, arm.name, measured["summary"]), flush=True)
+        except (servers.ServerFailed, subprocess.SubprocessError, OSError, ValueError) as error:
+            message = str(error)
+            self.failures.append(f"{arm.name}: {message.splitlines()[0] if message else type(error).__name__}")
+            print(f"  FAILED {self.failures[-1]}", flush=True)
+            for job in jobs[done:]:
+                job.arms.append({**base, "error": message, "summary": {}, "requests": []})
+
+    def _run_workload(self, job: Job, group: Sequence[servers.Server]) -> dict[str, Any]:
+        config, server = self.config, group[-1]
+        url = server.url + APIS[config.api]
+        # Each resolution alone, then together: single and batched shapes are both compiled, tuned and cached.
+        self._client(job.warmup, [0.0] * len(job.warmup.spans), url, 1, 120.0)
+        warm = self._client(job.warmup, [0.0] * len(job.warmup.spans), url, 8, 120.0)
+        if any(record.error for record in warm):
+            problem = next(record.error for record in warm if record.error)
+            raise servers.ServerFailed(f"warm-up of {job.workload.name} failed: {problem}\n{server.tail()}")
+        flushed = servers.flush(server.url)
+        before = servers.memory(list(group))
+        left_s = self.end - time.monotonic()
+        duration_s = 120.0 if job.trace.concurrency else job.trace.duration_s
+        timeout_s = max(5.0, min(duration_s + config.drain_s, left_s - 5.0))
+        records = self._client(
+            job.bodies, [r.arrival_s for r in job.trace.requests], url, job.trace.concurrency, timeout_s
+        )
+        alive = all(member.process.poll() is None for member in group)
+        result = {
+            "flushed": flushed,
+            "alive_after": alive,
+            "client_timeout_s": round(timeout_s, 1),
+            "summary": metrics.summarise(records, concurrency=job.trace.concurrency),
+            "memory_before": before,
+            "memory_after": servers.memory(list(group)),
+            "requests": [metrics.compact(record) for record in records],
+        }
+        if not alive or all(record.error for record in records):
+            raise servers.ServerFailed(f"nothing was answered in {job.workload.name}\n{server.tail()}")
+        servers.flush(server.url)
+        return result
+
+    def _client(
+        self, bodies: BodyFile, arrivals_s: Sequence[float], url: str, concurrency: int | None, timeout_s: float
+    ) -> list[RequestRecord]:
+        job_file, out = self.config.work_dir / "client.json", self.config.work_dir / "records.json"
+        out.unlink(missing_ok=True)
+        job = {
+            "url": url,
+            "bodies": str(bodies.path),
+            "spans": bodies.spans,
+            "arrivals_s": list(arrivals_s),
+            "concurrency": concurrency,
+            "timeout_s": timeout_s,
+            "out": str(out),
+        }
+        job_file.write_text(json.dumps(job))
+        here = Path(__file__).resolve().parent.parent
+        subprocess.run(
+            [sys.executable, "-m", "servebench.client", str(job_file)], cwd=here, timeout=timeout_s + 60, check=True
+        )
+        return [RequestRecord(**row) for row in json.loads(out.read_text())]
+
+    def _store(self, job: Job, session_id: str, environment: dict[str, Any]) -> None:
+        """Write the slice; it counts as done when every arm ran, and as failed when one could not."""
+        names = [arm["arm"] for arm in job.arms]
+        failed = any("error" in arm for arm in job.arms)
+        if len(names) < len(self.arms) and not failed:
+            return
+        config = self.config
+        self.results.save_slice(
+            job.key,
+            {
+                "schema": SCHEMA,
+                "status": FAILED if failed else DONE,
+                "model": config.model_name,
+                "workload": job.workload.name,
+                "repeat": config.repeat,
+                "session": session_id,
+                "command": config.command,
+                "device": config.device,
+                "api": config.api,
+                "trace": {
+                    "sha256": job.trace.digest,
+                    "seed": job.trace.seed,
+                    "rate": job.trace.rate,
+                    "concurrency": job.trace.concurrency,
+                    "scale": config.scale,
+                    "num_requests": len(job.trace.requests),
+                    "bodies_bytes": sum(length for _, length in job.bodies.spans),
+                },
+                "environment": environment,
+                "arms": job.arms,
+            },
+        )
+
+
+def warmup_trace(trace: Trace, rounds: int) -> Trace:
+    """``rounds`` requests for every resolution of ``trace``, plus a text one, with images that it does not hold."""
+    kinds = {(image.width, image.height): image for request in trace.requests for image in request.images}
+    requests = [TraceRequest(0, 0.0, (), (WARMUP_SEED,), 64, 16)]
+    for _ in range(rounds):
+        for size in trace.resolutions:
+            seed = WARMUP_SEED + 2 * len(requests)
+            image: ImageSpec = replace(kinds[size], seed=seed)
+            requests.append(TraceRequest(len(requests), 0.0, (image,), (seed,), 64, 16))
+    return Trace(f"warm-up of {trace.workload}", WARMUP_SEED, 0.0, tuple(requests), None)
+
+
+def one_line(workload: str, arm: str, summary: dict[str, Any]) -> str:
+    """A run's main figures in one line of fixed columns."""
+
+    def show(key: str, digits: int = 1) -> str:
+        value = summary.get(key)
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    rate = f"{show('offered_rate', 2)}/{show('served_rate', 2)}"
+    if summary.get("saturation_rate"):
+        rate = f"S={show('saturation_rate', 2)}"
+    return (
+        f"{workload:<22} {arm:<22} rate {rate:<12} TPOT {show('tpot_mean_ms', 2):>7}/{show('tpot_p99_ms'):>6} "
+        f"gap {show('longest_gap_ms', 0):>6} TTFT {show('ttft_mean_ms', 0):>6}/{show('ttft_p99_ms', 0):>6} ms "
+        f"failed {summary.get('num_failed', '-')}" + (" LATE CLIENT" if summary.get("client_was_late") else "")
+    )
+
+
+def session_table(jobs: Sequence[Job]) -> str:
+    """The short table printed at the end of a run."""
+    return "\n".join(one_line(job.workload.name, arm["arm"], arm["summary"]) for job in jobs for arm in job.arms)
