@@ -1,4 +1,4 @@
-"""Replays arrival traces through TWSRFT, FCFS and SRF and compares when each image's features are ready.
+"""Replays arrival traces through TWSRFT, slack order, FCFS and SRF and compares when each image's features are ready.
 
 A discrete-event simulation without clocks: the encoder is one server, a forward takes what the cost curve says, and
 the real `EncodeQueue` picks each batch. Every policy sees the same arrivals. The cost of a forward over images of
@@ -35,11 +35,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from spaceserve.encoder_schedule import EncodeItem, EncodeQueue, SchedulePolicy
+from spaceserve.encoder_schedule import (
+    DEFAULT_BATCH_CAPACITY_PATCHES,
+    DEFAULT_WINDOW_S,
+    POLICIES,
+    EncodeItem,
+    EncodeQueue,
+    SchedulePolicy,
+)
 
+DEFAULT_WINDOW_MS = round(DEFAULT_WINDOW_S * 1e3)
 STAND_IN_CURVE = [(5_329, 26.5), (21_316, 251.0)]
 # Mostly small pictures with a tail of large ones, as chat and document traffic has; shares are an assumption.
 SIDE_SHARES = {224: 0.25, 336: 0.20, 448: 0.20, 672: 0.12, 1024: 0.13, 1536: 0.06, 2048: 0.04}
+COLOURS = {"fcfs": "tab:red", "srf": "tab:green", "twsrft": "tab:blue", "slack": "tab:orange"}
 CLASSES = {"small (to 448 px)": 1_024, "medium (672, 1024 px)": 5_476, "large (1536, 2048 px)": 10**9}
 
 
@@ -119,7 +128,7 @@ def make_trace(
     hot_share: float = 0.0,
     side_shares: dict[int, float] | None = None,
 ) -> list[Arrival]:
-    """Poisson arrivals, or bursts: a second of arrivals at four times the mean rate, three seconds of silence (means).
+    """Poisson arrivals, or bursts: half a second at three times the mean rate, then a second of silence (means).
 
     load is the share of the encoder's time that the images need if their fixed cost were free, so that 1.0 and more
     is too much for every policy. multi_share of the requests have two to four images; hot_share of the images come
@@ -147,9 +156,9 @@ def make_trace(
     if kind == "poisson":
         arrivals_s = np.cumsum(rng.exponential(1 / rate, num_requests))
     elif kind == "bursty":
-        busy_s = np.cumsum(rng.exponential(1 / (4 * rate), num_requests))  # time that counts bursts only
-        ends_s = np.cumsum(rng.exponential(1.0, 10 + int(4 * busy_s[-1])))
-        silences_s = np.concatenate([[0.0], np.cumsum(rng.exponential(3.0, len(ends_s)))])
+        busy_s = np.cumsum(rng.exponential(1 / (3 * rate), num_requests))  # time that counts bursts only
+        ends_s = np.cumsum(rng.exponential(0.5, 10 + int(8 * busy_s[-1])))
+        silences_s = np.concatenate([[0.0], np.cumsum(rng.exponential(1.0, len(ends_s)))])
         arrivals_s = busy_s + silences_s[np.searchsorted(ends_s, busy_s)]
     else:
         raise ValueError(f"unknown kind of trace: {kind}")
@@ -247,14 +256,16 @@ def run_point(args: tuple[Point, CostCurve, int, list[int]]) -> dict[str, Any]:
 ARMS: dict[str, tuple[SchedulePolicy, float]] = {
     "fcfs": ("fcfs", 0.0),
     "srf": ("srf", 0.0),
-    **{f"twsrft {w} ms": ("twsrft", float(w)) for w in (50, 100, 250, 500, 1000, 2000, 4000)},
+    **{f"twsrft {w} ms": ("twsrft", float(w)) for w in (50, 100, 250, 500, 1000, 2000, 4000, 8000)},
+    **{f"slack {w} ms": ("slack", float(w)) for w in (250, 500, 1000, 2000, 4000, 8000)},
 }
 
 
 def experiments(capacity: int) -> dict[str, list[Point]]:
     """Every setting that docs/twsrft.md speaks of."""
     arms = list(ARMS.values())
-    kinds = ["poisson", "bursty"]
+    chosen = [ARMS[name] for name in ("fcfs", "srf", f"twsrft {DEFAULT_WINDOW_MS} ms", f"slack {DEFAULT_WINDOW_MS} ms")]
+    kinds = ("poisson", "bursty")
     return {
         "policies": [
             Point(kind, load, policy, window_ms, capacity)
@@ -263,26 +274,26 @@ def experiments(capacity: int) -> dict[str, list[Point]]:
             for policy, window_ms in arms
         ],
         "capacity": [
-            Point("bursty", load, policy, 500.0, patches)
-            for load in (0.5, 0.8)
-            for policy in ("fcfs", "srf", "twsrft")
+            Point(kind, 0.8, policy, window_ms, patches)
+            for kind in kinds
+            for policy, window_ms in chosen
             for patches in (1, 256, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
         ],
         "overhead": [
             Point("bursty", 0.8, policy, window_ms, patches, overhead_ms=overhead_ms)
             for overhead_ms in (0.0, 2.0, 4.0)
-            for policy, window_ms in (("fcfs", 0.0), ("srf", 0.0), ("twsrft", 500.0))
-            for patches in (1_024, 4_096, 16_384)
+            for policy, window_ms in chosen
+            for patches in (1_024, 4_096, 8_192, 16_384)
         ],
         "several images, shared": [
             Point("bursty", 0.8, policy, window_ms, capacity, multi_share=0.25, hot_share=0.2)
-            for policy, window_ms in (("fcfs", 0.0), ("srf", 0.0), ("twsrft", 500.0))
+            for policy, window_ms in chosen
         ],
     }
 
 
 def arm_name(row: dict[str, Any]) -> str:
-    return f"twsrft {row['window_ms']:g} ms" if row["policy"] == "twsrft" else row["policy"]
+    return f"{row['policy']} {row['window_ms']:g} ms" if row["window_ms"] else str(row["policy"])
 
 
 def table(rows: list[dict[str, Any]], columns: Sequence[str]) -> Iterator[str]:
@@ -299,7 +310,7 @@ def table(rows: list[dict[str, Any]], columns: Sequence[str]) -> Iterator[str]:
 
 
 def plot_sizes(rows: list[dict[str, Any]], path: Path, loads: Sequence[float], window_ms: float) -> None:
-    """Completion latency by image size: mean (solid) and p99 (dashed) for the three policies."""
+    """Completion latency by image size: mean (solid) and p99 (dashed) for each policy."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -309,12 +320,12 @@ def plot_sizes(rows: list[dict[str, Any]], path: Path, loads: Sequence[float], w
     figure, axes = plt.subplots(2, len(loads), figsize=(4 * len(loads), 7), sharex=True, squeeze=False)
     for axes_row, kind in zip(axes, ("poisson", "bursty"), strict=True):
         for axis, load in zip(axes_row, loads, strict=True):
-            for colour, policy in zip(("tab:red", "tab:green", "tab:blue"), ("fcfs", "srf", "twsrft"), strict=True):
+            for policy, colour in COLOURS.items():
                 row = next(
                     r
                     for r in rows
                     if (r["kind"], r["load"], r["policy"]) == (kind, load, policy)
-                    and (policy != "twsrft" or r["window_ms"] == window_ms)
+                    and r["window_ms"] in (0.0, window_ms)
                 )
                 x = [sides[int(size)] for size in row["sizes"]]
                 for what, style in (("mean_ms", "-"), ("p99_ms", "--")):
@@ -342,17 +353,22 @@ def plot_windows(rows: list[dict[str, Any]], path: Path, loads: Sequence[float])
     import matplotlib.pyplot as plt
 
     small, _, large = CLASSES
-    names = ["fcfs", *(name for name in ARMS if name.startswith("twsrft")), "srf"]
+    ladder = sorted({window_ms for _, window_ms in ARMS.values() if window_ms})
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), sharex=True)
     for axes_row, kind in zip(axes, ("poisson", "bursty"), strict=True):
         for axis, (name, what) in zip(axes_row, ((small, "mean_ms"), (large, "p99_ms")), strict=True):
-            for load in loads:
+            for shade, load in enumerate(loads):
                 by_arm = {arm_name(r): r for r in rows if (r["kind"], r["load"]) == (kind, load)}
-                axis.plot([by_arm[n]["classes"][name][what] for n in names], marker=".", label=f"load {load}")
+                for policy, style in (("twsrft", "-"), ("slack", "--")):
+                    names = ["fcfs", *(f"{policy} {window_ms:g} ms" for window_ms in ladder), "srf"]
+                    x = [i for i, arm in enumerate(names) if arm in by_arm]
+                    y = [by_arm[names[i]]["classes"][name][what] for i in x]
+                    label = f"{policy}, load {load}"
+                    axis.plot(x, y, style, color=f"C{shade}", marker=".", label=label)
             axis.set(title=f"{kind}: {name}, {what.removesuffix('_ms')}", yscale="log", ylabel="ms")
-            axis.set_xticks(range(len(names)), [n.removeprefix("twsrft ") for n in names], rotation=45)
+            axis.set_xticks(range(len(ladder) + 2), ["fcfs", *(f"{w:g} ms" for w in ladder), "srf"], rotation=45)
             axis.grid(alpha=0.3)
-    axes[0][0].legend()
+    axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -362,7 +378,7 @@ def time_queue(num_requests: int = 1_000) -> dict[str, float]:
     rng = np.random.default_rng(0)
     sides = rng.choice(list(SIDE_SHARES), size=num_requests, p=list(SIDE_SHARES.values()))
     result = {}
-    for policy in ("twsrft", "fcfs", "srf"):
+    for policy in POLICIES:
         # 4,099 is no sum of these sizes' patches, so the search for something that fits goes on to the end.
         for capacity in (4_096, 4_099, 32_768):
             queue = EncodeQueue(policy, 0.5, capacity)
@@ -390,7 +406,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="JSON lines; replaces the generated traces")
     parser.add_argument("--curve", type=Path, help="JSON list of [patches, ms] of single images")
     parser.add_argument("--overhead-ms", type=float, help="fixed cost of a forward; default 2 without --curve")
-    parser.add_argument("--capacity", type=int, default=4_096, help="patches of a batch where it is not varied")
+    parser.add_argument("--capacity", type=int, default=DEFAULT_BATCH_CAPACITY_PATCHES, help="patches of a batch")
     parser.add_argument("--requests", type=int, default=2_000, help="requests in a generated trace")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1)
@@ -425,7 +441,7 @@ def main() -> None:
 
     columns = {
         "policies": ["kind", "load", "policy"],
-        "capacity": ["load", "capacity_patches", "policy"],
+        "capacity": ["kind", "capacity_patches", "policy"],
         "overhead": ["overhead_ms", "capacity_patches", "policy"],
         "several images, shared": ["policy"],
     }
@@ -455,8 +471,8 @@ def main() -> None:
         "results": results,
     }
     (args.out / "twsrft-simulation.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot_sizes(results["policies"], args.out / "twsrft-simulation-by-size.png", (0.5, 0.8, 1.0), 500.0)
-    plot_windows(results["policies"], args.out / "twsrft-simulation-windows.png", (0.5, 0.7, 0.8, 0.9, 1.0, 1.1))
+    plot_sizes(results["policies"], args.out / "twsrft-simulation-by-size.png", (0.5, 0.8, 1.0), DEFAULT_WINDOW_MS)
+    plot_windows(results["policies"], args.out / "twsrft-simulation-windows.png", (0.5, 0.8, 1.0))
     print("\n".join(table([r for r in results["policies"] if r["load"] == 0.8], columns["policies"])))
 
 

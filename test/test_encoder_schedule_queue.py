@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spaceserve.encoder_schedule import POLICIES, EncodeItem, EncodeQueue, SchedulePolicy
+from spaceserve.encoder_schedule.order import SLACK_REFERENCE_PATCHES
 
 pytestmark = pytest.mark.cpu
 WINDOW_S = 1.0
+REF = SLACK_REFERENCE_PATCHES
 
 
 def item(name: str, num_patches: int) -> EncodeItem:
@@ -60,6 +62,7 @@ def test_shortest_first_inside_a_window_and_older_windows_first() -> None:
         "twsrft": ["small", "big", "tiny"],
         "fcfs": ["big", "small", "tiny"],
         "srf": ["tiny", "small", "big"],
+        "slack": ["big", "small", "tiny"],  # sizes of no account against the reference: as they came
     }
 
 
@@ -321,11 +324,14 @@ def test_order_does_not_depend_on_the_order_of_insertion(
 @given(st.lists(st.tuples(arrivals, sizes), min_size=1, max_size=20))
 def test_order_of_service(work: list[tuple[float, int]]) -> None:
     """One image each, batches of one: the order is the policy's, ties by arrival, then request id."""
-    requests = [(f"r{i:02d}", arrival_s, [item(f"r{i:02d}", size + 1)]) for i, (arrival_s, size) in enumerate(work)]
+    requests = [
+        (f"r{i:02d}", arrival_s, [item(f"r{i:02d}", size * REF // 20)]) for i, (arrival_s, size) in enumerate(work)
+    ]
     expected = {
         "twsrft": sorted((math.floor(t / WINDOW_S), i[0].num_patches, t, rid) for rid, t, i in requests),
         "srf": sorted((i[0].num_patches, t, rid) for rid, t, i in requests),
         "fcfs": sorted((t, rid) for rid, t, _ in requests),
+        "slack": sorted((t + WINDOW_S * i[0].num_patches / REF, i[0].num_patches, t, rid) for rid, t, i in requests),
     }
     for policy in POLICIES:
         served = [keys(batch) for batch in drain(queue_of(policy, 1, *requests))]
@@ -399,12 +405,47 @@ def test_starvation_bound_in_windows(capacity: int, work: Any, forward_s: float)
             assert now_s <= bound_s[math.floor(arrived.pop(rid) / WINDOW_S)] + 1e-9
 
 
+@given(capacities, st.lists(st.tuples(arrivals, sizes), min_size=1, max_size=20), st.tuples(arrivals, sizes))
+def test_slack_bounds_who_overtakes(capacity: int, others: list[tuple[float, int]], own: tuple[float, int]) -> None:
+    """Slack order: in batches of one, whoever goes before r came before r's arrival + slack(r) - slack(its own)."""
+    unit = REF // 10
+    requests = [(f"o{i}", t, [item(f"o{i}", n * unit)]) for i, (t, n) in enumerate(others)]
+    requests.append(("r", own[0], [item("r", own[1] * unit)]))
+    served = [keys(batch)[0] for batch in drain(queue_of("slack", 1, *requests))]
+    before = served[: served.index("r")]
+    for rid, arrival_s, items in requests[:-1]:
+        slack_s = (own[1] * unit - items[0].num_patches) / REF * WINDOW_S
+        assert (rid not in before) or arrival_s <= own[0] + slack_s + 1e-9
+        assert (rid in before) or arrival_s >= own[0] + slack_s - 1e-9
+
+
+@given(
+    st.sampled_from(["twsrft", "slack", "fcfs"]),
+    capacities,
+    workloads(),
+    st.lists(st.lists(sizes, max_size=5), max_size=60),
+)
+def test_every_bounded_policy_withstands_an_adversary(
+    policy: SchedulePolicy, capacity: int, work: Any, adversary: list[list[int]]
+) -> None:
+    """Theorem 2 for them all: what comes after every window of the work is over cannot delay it."""
+    queue = queue_of(policy, capacity, *work)
+    items = {e.key: e.num_patches for _, _, i in work for e in i}
+    forwards = 0
+    while any(queue.wanted(key) for key in items):
+        smalls = adversary.pop() if adversary else []
+        queue.add(f"late{len(adversary)}", [item(f"l{len(adversary)}/{i}", s) for i, s in enumerate(smalls)], 50.0)
+        queue.items_done(entry.key for entry in queue.next_batch(50.0, always))
+        forwards += 1
+        assert forwards <= most_batches(items, capacity)
+
+
 def served_against_a_stream_of_small(policy: SchedulePolicy, num_forwards: int) -> bool:
     """Whether a large image is encoded while a small one arrives with each forward, half a window long."""
-    queue = queue_of(policy, 10, ("large", 0.0, [item("large", 10)]))
+    queue = queue_of(policy, REF, ("large", 0.0, [item("large", REF)]))
     for forward in range(num_forwards):
         now_s = forward / 2
-        queue.add(f"s{forward}", [item(f"s{forward}", 9)], now_s)
+        queue.add(f"s{forward}", [item(f"s{forward}", REF // 10)], now_s)
         batch = queue.next_batch(now_s, always)
         if keys(batch) == ["large"]:
             return True
@@ -415,4 +456,5 @@ def served_against_a_stream_of_small(policy: SchedulePolicy, num_forwards: int) 
 def test_srf_starves_where_twsrft_keeps_its_bound() -> None:
     assert served_against_a_stream_of_small("fcfs", 1)
     assert served_against_a_stream_of_small("twsrft", 3)  # behind its own window's two small ones, no others
+    assert served_against_a_stream_of_small("slack", 3)  # 1 s of slack against 0.1 s: behind those of 0 and 0.5 s
     assert not served_against_a_stream_of_small("srf", 1_000)

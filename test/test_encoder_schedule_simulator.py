@@ -44,8 +44,8 @@ def test_queue_of_one_size_waits_as_queueing_theory_says(sim: ModuleType, load: 
     curve = sim.CostCurve(0.0, 1.0, 0.0)  # a patch a millisecond, nothing fixed
     means = []
     for seed in range(5):
-        trace = sim.make_trace("poisson", load, 4_000, seed, curve, side_shares={224: 1.0})
-        for policy in ("fcfs", "srf", "twsrft"):
+        trace = sim.make_trace("poisson", load, 3_000, seed, curve, side_shares={224: 1.0})
+        for policy in ("fcfs", "srf", "twsrft", "slack"):
             latency_s = sim.simulate(trace, policy, 1.0, 1, curve)
             means.append(np.mean(list(latency_s.values())))
     service_s = 0.256
@@ -62,18 +62,16 @@ def test_hand_made_trace(sim: ModuleType, tmp_path: Path) -> None:
     )
     arrivals = sim.read_trace(path)
     latency_s = sim.simulate(arrivals, "twsrft", 1.0, 10, sim.CostCurve(1.0, 1.0, 0.0))
-    assert list(latency_s.values()) == pytest.approx([0.101, 0.102, 0.082, 0.092]) or latency_s == pytest.approx(
-        {"000000": 0.101, "000001": 0.102, "000002": 0.092, "000003": 0.082}
-    )
+    assert latency_s == pytest.approx({"000000": 0.101, "000001": 0.102, "000002": 0.092, "000003": 0.082})
 
 
 @pytest.mark.parametrize("kind", ["poisson", "bursty"])
 def test_trace_has_the_load_it_names(sim: ModuleType, kind: str) -> None:
     curve = sim.CostCurve.fit(sim.STAND_IN_CURVE, 2.0)
-    loads = []
-    for seed in range(20):
-        trace = sim.make_trace(kind, 0.8, 1_000, seed, curve, multi_share=0.2)
-        work_s = sum(curve.alone_ms(item.num_patches) for arrival in trace for item in arrival.items) / 1e3
-        loads.append(work_s / trace[-1].arrival_s)
-    assert np.mean(loads) == pytest.approx(0.8, rel=0.1)
+    work_s = time_s = 0.0
+    for seed in range(10):
+        trace = sim.make_trace(kind, 0.8, 2_000, seed, curve, multi_share=0.2)
+        work_s += sum(curve.alone_ms(item.num_patches) for arrival in trace for item in arrival.items) / 1e3
+        time_s += trace[-1].arrival_s
+    assert work_s / time_s == pytest.approx(0.8, rel=0.07)
     assert sim.make_trace(kind, 0.8, 100, 3, curve) == sim.make_trace(kind, 0.8, 100, 3, curve)

@@ -10,9 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from spaceserve.encoder_schedule import POLICIES, EncodeItem, EncodeQueue, SchedulePolicy
+from spaceserve.encoder_schedule.order import SLACK_REFERENCE_PATCHES
 
 pytestmark = pytest.mark.cpu
-SIZES = [1, 2, 3, 4, 6, 9, 14, 40]
+UNIT = SLACK_REFERENCE_PATCHES // 10  # so that the slack of these sizes is of the order of a window
+SIZES = [n * UNIT for n in (1, 2, 3, 4, 6, 9, 14, 40)]
 ITEMS = [EncodeItem(bytes([i]), size) for i, size in enumerate(SIZES)]
 RIDS = [f"r{i}" for i in range(7)]
 WINDOW_S = 1.0
@@ -43,6 +45,7 @@ class Model:
         self.capacity = capacity
         self.store = Store(room)
         self.arrival_s: dict[str, float] = {}
+        self.first_patches: dict[str, int] = {}  # of the request when it came
         self.wants: dict[str, list[EncodeItem]] = {}
         self.in_flight: list[EncodeItem] = []
         self.reserved: set[str] = set()
@@ -55,7 +58,14 @@ class Model:
 
     def window(self, rid: str) -> float:
         arrival_s = self.arrival_s[rid]
-        return {"twsrft": math.floor(arrival_s / WINDOW_S), "fcfs": arrival_s, "srf": 0}[self.policy]
+        slack_s = WINDOW_S * self.first_patches[rid] / SLACK_REFERENCE_PATCHES
+        windows = {
+            "twsrft": math.floor(arrival_s / WINDOW_S),
+            "slack": arrival_s + slack_s,
+            "fcfs": arrival_s,
+            "srf": 0,
+        }
+        return windows[self.policy]
 
     def drop(self, rid: str, item: EncodeItem) -> None:
         if item in self.wants.get(rid, []):
@@ -64,7 +74,7 @@ class Model:
 
     def leave(self) -> None:
         for rid in [rid for rid, items in self.wants.items() if not items]:
-            del self.wants[rid], self.arrival_s[rid]
+            del self.wants[rid], self.arrival_s[rid], self.first_patches[rid]
             self.store.held.pop(rid, None)
             self.reserved.discard(rid)
 
@@ -110,10 +120,10 @@ class Model:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(POLICIES), capacity=st.integers(1, 16), room=st.integers(sum(SIZES) // 3, 120))
+    @initialize(policy=st.sampled_from(POLICIES), capacity=st.integers(1, 16), room=st.integers(26, 120))
     def start(self, policy: SchedulePolicy, capacity: int, room: int) -> None:
-        self.queue = EncodeQueue(policy, WINDOW_S, capacity)
-        self.model = Model(policy, capacity, room)
+        self.queue = EncodeQueue(policy, WINDOW_S, capacity * UNIT)
+        self.model = Model(policy, capacity * UNIT, room * UNIT)
         self.now_s = 0.0
 
     @rule(seconds=st.sampled_from([0.0, 0.3, 1.0]))
@@ -125,7 +135,9 @@ class QueueMachine(RuleBasedStateMachine):
         model, items = self.model, [ITEMS[i] for i in wanted]
         self.queue.add(rid, items, self.now_s)
         if items:
-            model.arrival_s.setdefault(rid, self.now_s)
+            if rid not in model.wants:
+                model.arrival_s[rid] = self.now_s
+                model.first_patches[rid] = sum(item.num_patches for item in set(items))
             for item in items:
                 if item not in model.wants.setdefault(rid, []):
                     model.wants[rid].append(item)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 # Both were chosen on simulated traces; docs/twsrft.md shows the figures and what a smaller or larger value does.
-DEFAULT_WINDOW_S = 0.5
-DEFAULT_BATCH_CAPACITY_PATCHES = 4096
+DEFAULT_WINDOW_S = 2.0
+DEFAULT_BATCH_CAPACITY_PATCHES = 8_192
 
 
 def batch_capacity_from_curve(curve: Sequence[tuple[int, float]], tolerance: float = 0.1) -> int:

@@ -49,7 +49,7 @@ class EncodeQueue:
     """Items to encode, ordered by policy. Not thread-safe: one thread owns it, and callbacks must not call back."""
 
     def __init__(self, policy: SchedulePolicy, window_s: float, batch_capacity_patches: int) -> None:
-        """window_s matters for TWSRFT alone. Raises ValueError for a bad policy, window or capacity."""
+        """window_s matters for TWSRFT and slack order. Raises ValueError for a bad policy, window or capacity."""
         if batch_capacity_patches < 1:
             raise ValueError(f"batch capacity must be at least one patch, not {batch_capacity_patches}")
         self._request_order = RequestOrder(policy, window_s)
@@ -65,7 +65,8 @@ class EncodeQueue:
     def add(self, rid: str, items: Sequence[EncodeItem], now_s: float) -> None:
         """Request rid wants these items encoded; now_s is its time of arrival.
 
-        Items it already wants are ignored, and a request that is still here keeps its first arrival. A request that
+        Items it already wants are ignored, and a request that is still here keeps its first arrival and window: give
+        all its items in one call, as growing may also make two requests wait for room that the other holds. One that
         comes back (retracted, features gone) takes the arrival given now: pass the first one to keep its place.
 
         Raises ValueError, with nothing changed, for an item without patches or for a key known with another size.
@@ -85,7 +86,8 @@ class EncodeQueue:
         if request is None:
             if not known:
                 return
-            request = _Request(rid, arrival_s=now_s, window=self._request_order.window(now_s))
+            window = self._request_order.window(now_s, sum(item.num_patches for item in known.values()))
+            request = _Request(rid, arrival_s=now_s, window=window)
             self._requests[rid] = request
         for item in known.values():
             if item.key not in request.items:
@@ -279,7 +281,11 @@ class EncodeQueue:
             own = [item.num_patches for key, item in request.items.items() if self._items[key].started_s is None]
             assert request.pending_patches == sum(own)
             assert request.smallest_patches <= min(item.num_patches for item in request.items.values())
-            expected = self._request_order.key(rid, request.arrival_s, request.pending_patches) if own else None
+            expected = (
+                self._request_order.key(rid, request.window, request.arrival_s, request.pending_patches)
+                if own
+                else None
+            )
             assert request.key == expected
             assert all(self._items[key].requests.get(rid) is request for key in request.items)
         for key, state in self._items.items():
@@ -375,7 +381,7 @@ class EncodeQueue:
     def _reposition(self, request: _Request) -> None:
         key = None
         if request.pending_patches > 0:
-            key = self._request_order.key(request.rid, request.arrival_s, request.pending_patches)
+            key = self._request_order.key(request.rid, request.window, request.arrival_s, request.pending_patches)
         if key == request.key:
             return
         if request.key is not None:
