@@ -25,7 +25,7 @@ def pinned() -> str:
 
 def pins(python: str) -> dict[str, str]:
     """Name to version of constraints.txt for one version of Python."""
-    result = {}
+    result: dict[str, str] = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if not line or line.startswith("#"):
             continue
