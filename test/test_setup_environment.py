@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from types import ModuleType
 
@@ -131,7 +132,11 @@ def test_half_built_environment_is_built_again(environment: ModuleType, fake_bui
 
 
 def test_two_at_once_build_once(
-    environment: ModuleType, fake_build: FakeBuild, checkout: Path, capsys: pytest.CaptureFixture[str]
+    environment: ModuleType,
+    fake_build: FakeBuild,
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     building, go_on = threading.Event(), threading.Event()
 
@@ -140,7 +145,7 @@ def test_two_at_once_build_once(
         assert go_on.wait(60)
         fake_build(root, path, pins, stamp)
 
-    environment.build_shared = slow_build
+    monkeypatch.setattr(environment, "build_shared", slow_build)
     paths: list[Path] = []
     threads = [
         threading.Thread(target=lambda: paths.append(environment.shared_environment(checkout))) for _ in range(2)
@@ -162,7 +167,7 @@ def test_two_at_once_build_once(
 def test_full_disk_is_said_before_anything_is_downloaded(
     environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**10, 10**10, 10**9))  # type: ignore[attr-defined]
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10**9))
     with pytest.raises(environment.SetupError, match=r"1\.0 GB free and the packages need 14 GB"):
         environment.build_shared(tmp_path, tmp_path / "venv-x", ["one==1.0"], "x")
     assert not (tmp_path / "venv-x").exists()
