@@ -1,0 +1,125 @@
+"""Green contexts on a real GPU, in one process, where %smid is the physical SM.
+
+Small and quick, so that it also runs under compute-sanitizer:
+    compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -m gpu test/test_partition_gpu.py
+The figures are in benchmark/gpu_partition.py.
+"""
+
+import pytest
+import torch
+from spaceserve.partition import PartitionUnavailable, make_partitioner
+from spaceserve.partition.green_ctx import GreenCtxPartitioner
+from spaceserve.partition.probe import Probe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs an NVIDIA GPU"),
+]
+
+STAY_NS = 50_000
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="module")
+def partitioner(device: torch.device):
+    with GreenCtxPartitioner(device=device) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def probe(device: torch.device):
+    made = Probe(device)
+    yield made
+    torch.cuda.synchronize(device)
+    made.close()
+
+
+def sms_of(probe: Probe, stream: torch.cuda.Stream, num_sms: int) -> set[int]:
+    """SMs that four half-SM blocks per expected SM ran on."""
+    return probe.occupy(stream, STAY_NS, probe.new_occupation(4 * num_sms)).sms()
+
+
+def test_every_rung_runs_on_its_own_sms_only(partitioner: GreenCtxPartitioner, probe: Probe) -> None:
+    everything = sms_of(probe, torch.cuda.current_stream(), partitioner.total_units)
+    assert len(everything) == partitioner.total_units
+    for rung in partitioner.rungs:
+        group = partitioner.group(rung)
+        assert group.granted == rung
+        seen = sms_of(probe, group.stream, rung)
+        assert len(seen) == rung, f"granted {rung}, seen {len(seen)}"
+        complement = partitioner.complement(group)
+        if complement is not None:
+            others = sms_of(probe, complement.stream, complement.granted)
+            assert not seen & others
+            assert seen | others == everything
+
+
+def test_a_second_partitioner_and_a_second_stream_get_the_same_sms(
+    partitioner: GreenCtxPartitioner, probe: Probe, device: torch.device
+) -> None:
+    rung = partitioner.rungs[len(partitioner.rungs) // 2]
+    group = partitioner.group(rung)
+    seen = sms_of(probe, group.stream, rung)
+    assert sms_of(probe, group.new_stream(), rung) == seen
+    with GreenCtxPartitioner(device=device) as other:
+        assert sms_of(probe, other.group(rung).stream, rung) == seen
+        assert not sms_of(probe, other.complement_of(rung).stream, other.total_units - rung) & seen
+
+
+def test_torch_work_goes_to_the_active_group_and_comes_back(partitioner: GreenCtxPartitioner) -> None:
+    outside = torch.cuda.current_stream()
+    group = partitioner.group(partitioner.rungs[-2])
+    with group.activate() as active:
+        assert active is group
+        assert torch.cuda.current_stream() == group.stream
+    assert torch.cuda.current_stream() == outside
+    with pytest.raises(RuntimeError, match="inside"), group.activate():
+        raise RuntimeError("inside")
+    assert torch.cuda.current_stream() == outside
+
+
+def test_changing_groups_between_layers_keeps_the_order(partitioner: GreenCtxPartitioner, device: torch.device) -> None:
+    """A chain in which every layer needs the one before: lost ordering would give another number."""
+    generator = torch.Generator(device).manual_seed(0)
+    weights = [torch.randn(512, 512, device=device, generator=generator) / 512**0.5 for _ in range(24)]
+    x = torch.randn(2048, 512, device=device, generator=generator)
+    expected = x
+    for weight in weights:
+        expected = torch.tanh(expected @ weight)
+    torch.cuda.synchronize(device)
+    groups = [partitioner.group(rung) for rung in partitioner.rungs if rung >= 16]
+    buffers = [torch.empty_like(x) for _ in weights]
+    outside = torch.cuda.current_stream()
+    with groups[0].activate():
+        hidden = x
+        for i, (weight, buffer) in enumerate(zip(weights, buffers, strict=True)):
+            groups[i % len(groups)].make_current()
+            torch.mm(hidden, weight, out=buffer)
+            hidden = buffer.tanh_()
+        groups[0].make_current()
+    assert torch.cuda.current_stream() == outside
+    torch.testing.assert_close(hidden, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_auto_takes_green_contexts_and_refuses_another_size(device: torch.device) -> None:
+    with make_partitioner("auto", device=str(device), min_units=16, prepare="both") as made:
+        assert made.backend == "green_ctx"
+        assert made.complement(made.group(made.rungs[-1])) is None
+        total = made.total_units
+    with pytest.raises(ValueError, match="cannot be had"):
+        make_partitioner("auto", device=str(device), total_units=total + 1)
+    with pytest.raises(ValueError, match="multiples of"):
+        make_partitioner("green_ctx", device=str(device), step=1)
+
+
+def test_what_is_not_there_is_refused_with_a_reason() -> None:
+    with pytest.raises(PartitionUnavailable, match="not among them"):
+        GreenCtxPartitioner(device=f"cuda:{torch.cuda.device_count()}")
+    with pytest.raises(PartitionUnavailable, match="ROCm"):
+        make_partitioner("hip_cu_mask", device="cuda")
+    with make_partitioner("none", device="cuda") as made:
+        assert made.rungs == (made.total_units,)
