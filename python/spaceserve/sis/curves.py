@@ -258,7 +258,12 @@ class DeviceCurves:
             "model": {"fingerprint": self.model_fingerprint, "shape": dict(self.model)},
             "contention": {c: {str(u): f for u, f in sorted(t.items())} for c, t in self.contention.items()},
             "curves": {
-                name: {"axes": ["units", *CURVE_AXES[name][:2]], "units": curve.units, "x": curve.x, "y": curve.y}
+                name: {
+                    "axes": ["units", *CURVE_AXES[name][:2]],
+                    "units": list(curve.units),
+                    "x": list(curve.x),
+                    "y": list(curve.y),
+                }
                 | {"ms": [[[float(f"{v:.6g}") for v in row] for row in plane] for plane in curve.ms]}
                 for name, curve in self.curves.items()
             },

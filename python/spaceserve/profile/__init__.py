@@ -1,0 +1,1 @@
+"""Profiler of resource-utility curves: `python -m spaceserve.profile --model-path ...`."""

@@ -1,0 +1,249 @@
+"""What each side costs the other: encoder beside decode, encoder beside prefill, in both mask modes.
+
+On a GPU both sides run in this process on streams of two groups; on the CPU the neighbour is a process of its own,
+because a group of cores binds a whole process. Factors are times beside over times alone: the encoder's relative to
+the encoder alone on as many units, decode's and prefill's to the same work alone on the complement (for an encoder
+on the whole device: on the whole device).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import statistics
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from spaceserve.partition import Partitioner, UnitGroup, make_partitioner
+from spaceserve.sis.shapes import ModelShape
+
+from .kernels import choose_kernels
+from .models import DecoderModel, EncoderModel
+from .timing import CpuTimer, CudaTimer, Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadSizes:
+    """One typical piece of work of each side; few layers of each, for memory and time."""
+
+    patches: int
+    batch: int
+    context: int
+    tokens: int
+    num_layers: int
+
+
+GPU_LOAD = LoadSizes(patches=4096, batch=16, context=2048, tokens=2048, num_layers=4)
+CPU_LOAD = LoadSizes(patches=64, batch=4, context=64, tokens=32, num_layers=2)
+
+
+def make_loads(shape: ModelShape, device: torch.device, dtype: torch.dtype, sizes: LoadSizes) -> dict[str, Run]:
+    """Callables of each side: a few layers of the encoder, of a decode step and of a prefill chunk."""
+    kernels = choose_kernels(device, dtype)
+    encoder = EncoderModel(shape, device, dtype, kernels, num_layers=min(sizes.num_layers, shape.encoder.num_layers))
+    decoder = DecoderModel(shape, device, dtype, kernels, num_layers=min(sizes.num_layers, shape.decoder.num_layers))
+    return {
+        "encoder": encoder.forward_fn([sizes.patches]),
+        "decode": decoder.decode_fn(sizes.batch, sizes.context),
+        "prefill": decoder.prefill_fn(sizes.tokens, 0),
+    }
+
+
+class PairTimer(ABC):
+    """Time of one side's load alone, and of both beside each other."""
+
+    @abstractmethod
+    def alone(self, side: str, group: UnitGroup) -> float:
+        """ms of one call."""
+
+    @abstractmethod
+    def beside(self, side: str, group: UnitGroup, other: str, other_group: UnitGroup) -> float:
+        """ms of one call of `side` while `other` runs in `other_group` all the time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what the timer started and lets its loads go."""
+
+
+class CudaPairTimer(PairTimer):
+    """Graphs of both sides on streams of two groups. Raises RuntimeError where the neighbour never lasts."""
+
+    def __init__(self, loads: Mapping[str, Run], timer: CudaTimer, budget_ms: float = 60.0) -> None:
+        self._loads = dict(loads)
+        self._timer = timer
+        self._budget_ms = budget_ms
+
+    def alone(self, side: str, group: UnitGroup) -> float:
+        return self._timer.measure(self._loads[side], group, self._budget_ms)
+
+    def beside(self, side: str, group: UnitGroup, other: str, other_group: UnitGroup) -> float:
+        own_run, other_run = self._prepared(side, group), self._prepared(other, other_group)
+        own_ms, other_ms = self.alone(side, group), self.alone(other, other_group)
+        calls = max(5, int(self._budget_ms / own_ms))
+        others = max(4, int(2.0 * calls * own_ms / other_ms))
+        for _ in range(5):
+            samples, lasted = self._run_pair(own_run, group, calls, other_run, other_group, others)
+            if lasted:
+                # The first calls meet a neighbour that is only starting.
+                return statistics.median(samples[1:])
+            others *= 2
+        raise RuntimeError(f"{other} never outlasted {side}: no time beside it")
+
+    def close(self) -> None:
+        self._loads = {}
+
+    def _prepared(self, side: str, group: UnitGroup) -> Run:
+        """A graph of one call captured in the group, or the plain call where graphs are off."""
+        run = self._loads[side]
+        with group.activate():
+            run()
+            torch.cuda.current_stream().synchronize()
+            if not self._timer.use_graphs:
+                return run
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+    @staticmethod
+    def _run_pair(
+        own: Run, group: UnitGroup, calls: int, other: Run, other_group: UnitGroup, others: int
+    ) -> tuple[list[float], bool]:
+        torch.cuda.synchronize()
+        started, finished = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        launched = threading.Event()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+
+        def launch_other() -> None:
+            # A thread of its own: eager launches of the two sides must not wait for one another.
+            with other_group.activate(ordered=False):
+                for i in range(others):
+                    other()
+                    if i == 0:
+                        started.record()
+                        launched.set()
+                finished.record()
+
+        thread = threading.Thread(target=launch_other)
+        thread.start()
+        launched.wait()
+        with group.activate(ordered=False):
+            # The neighbour has done its first call and goes on: from here to the end the two overlap.
+            torch.cuda.current_stream().wait_event(started)
+            for i in range(calls):
+                marks[i].record()
+                own()
+            marks[calls].record()
+        thread.join()
+        torch.cuda.synchronize()
+        samples = [a.elapsed_time(b) for a, b in pairwise(marks)]
+        return samples, marks[calls].elapsed_time(finished) > 0.0
+
+
+def _neighbour_main(pipe: Any, shape_json: Mapping[str, Any], sizes: LoadSizes, backend: str, total_units: int) -> None:
+    """Process beside the profiler on the CPU: runs what it is told until it is told otherwise."""
+    device = torch.device("cpu")
+    loads = make_loads(ModelShape.from_json(shape_json), device, torch.float32, sizes)
+    partitioner = make_partitioner(backend, device="cpu", total_units=total_units, prepare="nothing")
+    pipe.send("ready")
+    while (command := pipe.recv()) is not None:
+        side, units, complement_of = command  # (side, units, None), or the complement of a group
+        base = partitioner.group(complement_of or units)
+        group = partitioner.complement(base) if complement_of else base
+        assert group is not None
+        with group.activate():
+            loads[side]()
+            pipe.send("running")
+            while not pipe.poll():
+                loads[side]()
+        assert pipe.recv() == "stop"
+        pipe.send("stopped")
+    partitioner.close()
+
+
+class CpuPairTimer(PairTimer):
+    def __init__(self, shape: ModelShape, sizes: LoadSizes, partitioner: Partitioner, budget_ms: float = 15.0) -> None:
+        self._loads = make_loads(shape, torch.device("cpu"), torch.float32, sizes)
+        self._budget_ms = budget_ms
+        self._timer = CpuTimer()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        arguments = (child, shape.to_json(), sizes, partitioner.backend, partitioner.total_units)
+        self._process = context.Process(target=_neighbour_main, args=arguments, daemon=True)
+        self._process.start()
+        child.close()
+        self._expect("ready")
+
+    def _expect(self, word: str) -> None:
+        if not self._pipe.poll(60.0):
+            raise RuntimeError("the neighbour process does not answer")
+        answer = self._pipe.recv()
+        assert answer == word, answer
+
+    def alone(self, side: str, group: UnitGroup) -> float:
+        return self._timer.measure(self._loads[side], group, self._budget_ms)
+
+    def beside(self, side: str, group: UnitGroup, other: str, other_group: UnitGroup) -> float:
+        complement_of = other_group.total_units - other_group.granted if other_group.is_complement else None
+        self._pipe.send((other, other_group.granted, complement_of))
+        self._expect("running")
+        try:
+            return self._timer.measure(self._loads[side], group, self._budget_ms)
+        finally:
+            self._pipe.send("stop")
+            self._expect("stopped")
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(timeout=10)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+        self._pipe.close()
+
+
+def count_pairs(partitioner: Partitioner, rungs: Sequence[int]) -> int:
+    return sum(4 if partitioner.complement(partitioner.group(n)) is not None else 2 for n in rungs)
+
+
+def measure_contention(
+    partitioner: Partitioner, rungs: Sequence[int], pair: PairTimer, tick: Callable[[], object]
+) -> dict[str, dict[int, float]]:
+    """Factors for curves.DeviceCurves.contention, for each rung; the whole device only unmasked (plain sharing)."""
+    whole = partitioner.group(partitioner.total_units)
+    factors: dict[str, dict[int, float]] = {}
+    for rung in rungs:
+        group = partitioner.group(rung)
+        rest = partitioner.complement(group)
+        for other in ("decode", "prefill"):
+            modes = {"unmasked": whole} if rest is None else {"masked": rest, "unmasked": whole}
+            if rest is None and not group.is_whole_device:
+                tick()
+                continue  # a rung without a complement is never chosen beside a decoder
+            encoder_alone = pair.alone("encoder", group)
+            other_alone = pair.alone(other, rest or whole)
+            for mode, other_group in modes.items():
+                tick()
+                try:
+                    encoder_ms = pair.beside("encoder", group, other, other_group)
+                    other_ms = pair.beside(other, other_group, "encoder", group)
+                except RuntimeError as error:
+                    logger.warning("%s beside an encoder on %d units, %s: %s", other, group.granted, mode, error)
+                    continue
+                for case, factor in (
+                    (f"encoder_beside_{other}_{mode}", encoder_ms / encoder_alone),
+                    (f"{other}_beside_encoder_{mode}", other_ms / other_alone),
+                ):
+                    factors.setdefault(case, {})[group.granted] = float(f"{factor:.4g}")
+    return factors
