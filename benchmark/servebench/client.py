@@ -186,11 +186,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection in the middle of a run would show as a gap between tokens
-    records = asyncio.run(
-        run_job(
-            job["url"], bodies, job["arrivals_s"], concurrency=job["concurrency"], timeout_s=float(job["timeout_s"])
+    records: list[RequestRecord] = []
+    for concurrency in job["concurrencies"]:
+        timeout_s = float(job["timeout_s"])
+        records = asyncio.run(
+            run_job(job["url"], bodies, job["arrivals_s"], concurrency=concurrency, timeout_s=timeout_s)
         )
-    )
     Path(job["out"]).write_text(json.dumps([asdict(record) for record in records]))
 
 

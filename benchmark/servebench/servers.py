@@ -117,14 +117,14 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def start_server(spec: ServerSpec, log: Path, port: int, env: dict[str, str], **values: str) -> Server:
-    """Start one server; returns at once."""
+def start_server(spec: ServerSpec, log: Path, own_port: int, env: dict[str, str], values: dict[str, str]) -> Server:
+    """Start one server that will listen on ``own_port``; returns at once."""
     command = spec.command(python=sys.executable, host=HOST, **values)
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env, **spec.env}, start_new_session=True
         )
-    return Server(spec, f"http://{HOST}:{port}", process, log)
+    return Server(spec, f"http://{HOST}:{own_port}", process, log)
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def running_arm(arm: Arm, *, model: str, work_dir: Path, start_timeout_s: float)
                 own_port = port if spec.role == "server" else port2
                 log = work_dir / f"{arm.name}.{spec.role}.log"
                 values = {"model": model, "port": str(port), "port2": str(port2)}
-                server = start_server(spec, log, own_port, env, **values)
+                server = start_server(spec, log, own_port, env, values)
                 servers.append(server)
                 server.wait_ready(time.monotonic() + start_timeout_s)
             yield servers

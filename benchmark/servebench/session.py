@@ -169,8 +169,7 @@ class Session:
         config, server = self.config, group[-1]
         url = server.url + APIS[config.api]
         # Each resolution alone, then together: single and batched shapes are both compiled, tuned and cached.
-        self._client(job.warmup, [0.0] * len(job.warmup.spans), url, 1, 120.0)
-        warm = self._client(job.warmup, [0.0] * len(job.warmup.spans), url, 8, 120.0)
+        warm = self._client(job.warmup, [0.0] * len(job.warmup.spans), url, (1, 8), 120.0)
         if any(record.error for record in warm):
             problem = next(record.error for record in warm if record.error)
             raise servers.ServerFailed(f"warm-up of {job.workload.name} failed: {problem}\n{server.tail()}")
@@ -180,7 +179,7 @@ class Session:
         duration_s = 120.0 if job.trace.concurrency else job.trace.duration_s
         timeout_s = max(5.0, min(duration_s + config.drain_s, left_s - 5.0))
         records = self._client(
-            job.bodies, [r.arrival_s for r in job.trace.requests], url, job.trace.concurrency, timeout_s
+            job.bodies, [r.arrival_s for r in job.trace.requests], url, (job.trace.concurrency,), timeout_s
         )
         alive = all(member.process.poll() is None for member in group)
         result = {
@@ -198,8 +197,14 @@ class Session:
         return result
 
     def _client(
-        self, bodies: BodyFile, arrivals_s: Sequence[float], url: str, concurrency: int | None, timeout_s: float
+        self,
+        bodies: BodyFile,
+        arrivals_s: Sequence[float],
+        url: str,
+        concurrencies: Sequence[int | None],
+        timeout_s: float,
     ) -> list[RequestRecord]:
+        """Run the client once for each of ``concurrencies`` (None: open loop); the records of the last."""
         job_file, out = self.config.work_dir / "client.json", self.config.work_dir / "records.json"
         out.unlink(missing_ok=True)
         job = {
@@ -207,14 +212,17 @@ class Session:
             "bodies": str(bodies.path),
             "spans": bodies.spans,
             "arrivals_s": list(arrivals_s),
-            "concurrency": concurrency,
+            "concurrencies": list(concurrencies),
             "timeout_s": timeout_s,
             "out": str(out),
         }
         job_file.write_text(json.dumps(job))
         here = Path(__file__).resolve().parent.parent
         subprocess.run(
-            [sys.executable, "-m", "servebench.client", str(job_file)], cwd=here, timeout=timeout_s + 60, check=True
+            [sys.executable, "-m", "servebench.client", str(job_file)],
+            cwd=here,
+            timeout=timeout_s * len(concurrencies) + 60,
+            check=True,
         )
         return [RequestRecord(**row) for row in json.loads(out.read_text())]
 
