@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 
@@ -37,7 +37,7 @@ class World:
         self.encoding: frozenset[bytes] = frozenset()
 
     def steps(self) -> Iterator[tuple[str, object]]:
-        """Steps that bring a request further; aborts are added by the test."""
+        """Steps that bring a request further."""
         for i, phase in enumerate(self.phase):
             if phase == "new":
                 yield "arrive", i
@@ -50,6 +50,11 @@ class World:
             yield "begin", key
         for key in sorted(self.encoding):
             yield "commit", key
+
+    def mishaps(self) -> Iterator[tuple[str, object]]:
+        """Aborts and failed encodes."""
+        yield from (("abort", i) for i, phase in enumerate(self.phase) if phase in ("waiting", "holding"))
+        yield from (("fail", key) for key in sorted(self.encoding))
 
     def take(self, step: tuple[str, object]) -> bool:
         """Take the step; False where it left everything as it was."""
@@ -71,8 +76,12 @@ class World:
             if name == "begin":
                 self.store.begin_encode(what)
                 self.encoding |= {what}
-            else:
+            elif name == "commit":
                 self.store.commit(what)
+                self.encoding -= {what}
+            else:  # the encode fails and is tried again
+                for concerned in self.store.fail(what):
+                    self.phase[int(concerned[1:])] = "waiting"
                 self.encoding -= {what}
         return True
 
@@ -85,24 +94,28 @@ class World:
         )
 
 
-def explore(wishes: Sequence[tuple[bytes, ...]], with_aborts: bool) -> int:
-    """Visit every reachable state; returns their number. Asserts that none is a dead end."""
+def explore(wishes: Sequence[tuple[bytes, ...]], with_mishaps: bool) -> int:
+    """Visit every reachable state; returns their number. Asserts that none is a dead end.
+
+    Without mishaps no run is endless: a request arrives, reserves and is released once, and only a reservation undoes
+    an encode. So where no state is a dead end, every request is served.
+    """
     first = World(wishes)
     seen = {first.signature()}
     stack = [first]
     while stack:
         world = stack.pop()
         world.store.check_integrity()
+        saved = pickle.dumps(world)
         steps = list(world.steps())
         progress = False
         nothing_held = not world.encoding and "holding" not in world.phase
-        aborts = [("abort", i) for i, phase in enumerate(world.phase) if phase in ("waiting", "holding")]
-        for step in steps + (aborts if with_aborts else []):
-            after = copy.deepcopy(world)
+        for step in [*steps, *(world.mishaps() if with_mishaps else ())]:
+            after: World = pickle.loads(saved)
             if not after.take(step):
                 assert not nothing_held, f"{step} found no room though nothing is held: {wishes}"
                 continue
-            progress |= step[0] != "abort"
+            progress |= step in steps
             signature = after.signature()
             if signature not in seen:
                 seen.add(signature)
@@ -127,14 +140,12 @@ TRIPLES = [
 
 @pytest.mark.parametrize("wishes", TRIPLES, ids=["shared", "whole-slab", "overlap"])
 def test_no_interleaving_of_three_requests_deadlocks(wishes: Sequence[tuple[bytes, ...]]) -> None:
-    assert explore(wishes, with_aborts=False) > 100
+    assert explore(wishes, with_mishaps=False) > 100
 
 
-def test_no_interleaving_with_aborts_deadlocks() -> None:
-    num_states = [
-        explore(pair, with_aborts=True) for pair in itertools.product(requests_of_two_or_three_images()[:6], repeat=2)
-    ]
-    assert min(num_states) > 10
+def test_no_interleaving_with_mishaps_deadlocks() -> None:
+    pairs = itertools.combinations_with_replacement(requests_of_two_or_three_images()[::4], 2)
+    assert sum(explore(pair, with_mishaps=True) for pair in pairs) > 1000
 
 
 class Queue:
@@ -229,6 +240,6 @@ def run_random_service(seed: int, num_requests: int) -> tuple[int, int]:
 
 
 def test_every_request_is_served_behind_a_queue_in_window_order() -> None:
-    for seed in range(120):
+    for seed in range(80):
         num_encodes, _ = run_random_service(seed, num_requests=60)
         assert num_encodes > 0
