@@ -1,0 +1,129 @@
+"""SpaceServe's own settings, beside SGLang's `ServerArgs`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+ENCODER_WORKER_MODES = ("auto", "on", "off")
+SCHEDULE_POLICIES = ("twsrft", "fcfs", "srf")
+
+
+def _setting(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **argparse_kwargs})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceServeConfig:
+    """Settings of the encoder worker, the feature store and the partition; picklable into every process.
+
+    Each field is a command-line option of the same name (`encoder_worker` is `--encoder-worker`).
+    """
+
+    encoder_worker: str = _setting(
+        "auto",
+        "Run the vision encoder in its own process: 'on', 'off' (stock SGLang), or 'auto' (on where the "
+        "architecture can be split, else off with one line that says why).",
+        choices=ENCODER_WORKER_MODES,
+    )
+    encoder_feature_cache_gb: float | None = _setting(
+        None,
+        "Size of the encoder feature store in GB. Default: 2 %% of the device's memory, 0.25 on the CPU.",
+        type=float,
+    )
+    encoder_schedule_policy: str = _setting(
+        "twsrft",
+        "Order of encoder work: 'twsrft' (time-windowed shortest-remaining-first), 'fcfs' or 'srf'.",
+        choices=SCHEDULE_POLICIES,
+    )
+    encoder_window_ms: float = _setting(
+        50.0,
+        "TWSRFT: requests that arrive within one window are ordered by remaining patches; older windows go first.",
+        type=float,
+    )
+    encoder_batch_capacity_patches: int | None = _setting(
+        None,
+        "Most patches in one encoder forward. Default: from the device's profile, else 8192 (1024 on the CPU).",
+        type=int,
+    )
+    encoder_preprocess_threads: int | None = _setting(
+        None, "Threads of the encoder worker that decode and resize images. Default: from the cores.", type=int
+    )
+    encoder_timeout_s: float = _setting(
+        120.0, "Longest wait of a request for its features before it fails with HTTP 503.", type=float
+    )
+    encoder_heartbeat_timeout_s: float = _setting(
+        20.0, "An encoder worker that has been silent for this long is killed and started again.", type=float
+    )
+    encoder_max_image_mb: float = _setting(
+        64.0, "Largest encoded image (file bytes) accepted, in MB; larger ones get HTTP 400.", type=float
+    )
+    encoder_max_image_pixels: int = _setting(
+        178_956_970, "Most pixels (width x height) of an image accepted; larger ones get HTTP 400.", type=int
+    )
+    sm_partition: str = _setting(
+        "auto",
+        "SMs of the encoder worker: 'sis' (chosen for every batch), 'static:N' (N SMs), 'off' (no mask), or 'auto' "
+        "('sis' on a GPU with MPS, 'off' elsewhere).",
+    )
+    tpot_target_ms: float | None = _setting(
+        None,
+        "Give the encoder the most SMs that keep the time per output token under this; default: least total time.",
+        type=float,
+    )
+
+    def __post_init__(self) -> None:
+        if self.encoder_worker not in ENCODER_WORKER_MODES:
+            raise ValueError(f"--encoder-worker must be one of {', '.join(ENCODER_WORKER_MODES)}")
+        if self.encoder_schedule_policy not in SCHEDULE_POLICIES:
+            raise ValueError(f"--encoder-schedule-policy must be one of {', '.join(SCHEDULE_POLICIES)}")
+        positive = (
+            "encoder_feature_cache_gb",
+            "encoder_window_ms",
+            "encoder_batch_capacity_patches",
+            "encoder_preprocess_threads",
+            "encoder_timeout_s",
+            "encoder_heartbeat_timeout_s",
+            "encoder_max_image_mb",
+            "encoder_max_image_pixels",
+            "tpot_target_ms",
+        )
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {value}")
+        self.static_sms()
+
+    def static_sms(self) -> int | None:
+        """The N of `--sm-partition static:N`, None for the other modes.
+
+        Raises:
+            ValueError: the option is none of auto, sis, off and static:N with N a positive integer.
+        """
+        if self.sm_partition in ("auto", "sis", "off"):
+            return None
+        prefix, _, count = self.sm_partition.partition(":")
+        if prefix != "static" or not count.isdigit() or int(count) == 0:
+            raise ValueError(f"--sm-partition must be auto, sis, off or static:N, got {self.sm_partition!r}")
+        return int(count)
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
+        """Add every setting to `parser`, in one group named SpaceServe."""
+        group = parser.add_argument_group("SpaceServe", "The encoder worker, its feature store and its SMs.")
+        for setting in dataclasses.fields(cls):
+            kwargs = dict(setting.metadata)
+            default = "" if setting.default is None else f" (default: {setting.default})"
+            kwargs["help"] = kwargs["help"] + default
+            group.add_argument(f"--{setting.name.replace('_', '-')}", default=setting.default, **kwargs)
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> SpaceServeConfig:
+        """Take SpaceServe's settings out of a parsed command line.
+
+        Raises:
+            ValueError: a value is out of its range; the message names the option.
+        """
+        return cls(**{setting.name: getattr(namespace, setting.name) for setting in dataclasses.fields(cls)})

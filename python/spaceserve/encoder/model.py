@@ -1,0 +1,130 @@
+"""Loading the encoder alone, through SGLang's own model loader, and running it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from spaceserve.families import Family
+from spaceserve.hooks import Hook
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageModelStub(nn.Module):
+    """Stands where the language model or its head would be; it has no parameters and cannot run."""
+
+    embed_tokens: nn.Module | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("the encoder worker holds no language model")
+
+
+def encoder_only_hooks(family: Family) -> list[Hook]:
+    """The hooks that make SGLang's loader build and load the encoder's part of a model."""
+
+    def load_vision_weights(
+        original: Callable[..., Any], model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Any:
+        return original(model, ((name, weight) for name, weight in weights if family.vision_weights in name))
+
+    return [
+        Hook(
+            target=family.target(family.language_class),
+            function=LanguageModelStub,
+            kind="replace",
+            why="no language model in the encoder worker",
+        ),
+        Hook(
+            target=family.target(family.head_class),
+            function=LanguageModelStub,
+            kind="replace",
+            why="no output head in the encoder worker",
+        ),
+        Hook(
+            target=f"{family.target(family.model_class)}.load_weights",
+            function=load_vision_weights,
+            kind="around",
+            why="load the encoder's weights only",
+            parameters=("weights",),
+        ),
+    ]
+
+
+class VisionEncoder:
+    """The encoder of one model on one device.
+
+    The caller installs `encoder_only_hooks` first. Construction initialises torch.distributed with one rank, which
+    SGLang's layers need, so there is one encoder per process.
+    """
+
+    def __init__(self, server_args: ServerArgs, init_file: str) -> None:
+        from sglang.srt.configs.device_config import DeviceConfig
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.distributed.parallel_state import (
+            get_default_distributed_backend,
+            init_distributed_environment,
+            initialize_model_parallel,
+        )
+        from sglang.srt.layers.dp_attention import initialize_dp_attention
+        from sglang.srt.model_loader import get_model
+        from sglang.srt.runtime_context import publish
+
+        publish(server_args, role="encoder")
+        self.gpu_id = server_args.base_gpu_id
+        self.device = torch.device(server_args.device, self.gpu_id) if server_args.device == "cuda" else torch.device(
+            server_args.device
+        )
+        torch.get_device_module(server_args.device).set_device(self.gpu_id if self.device.type == "cuda" else "cpu")
+        model_config = ModelConfig.from_server_args(server_args)
+        init_distributed_environment(
+            backend=get_default_distributed_backend(server_args.device),
+            world_size=1,
+            rank=0,
+            distributed_init_method=f"file://{init_file}",
+            local_rank=self.gpu_id,
+        )
+        initialize_model_parallel(tensor_model_parallel_size=1)
+        initialize_dp_attention(server_args, model_config)
+        self.model = get_model(
+            model_config=model_config,
+            load_config=LoadConfig(
+                load_format=server_args.load_format,
+                download_dir=server_args.download_dir,
+                model_loader_extra_config=server_args.model_loader_extra_config,
+            ),
+            device_config=DeviceConfig(device=server_args.device, gpu_id=self.gpu_id),
+        ).eval()
+        self.vision: nn.Module = self.model.visual
+        self.dtype: torch.dtype = next(self.vision.parameters()).dtype
+        self.hf_config = model_config.hf_config
+
+    def num_parameters(self) -> int:
+        """Parameters in this process, all of them the encoder's."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @torch.inference_mode()
+    def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Run the encoder over several images at once, on the current stream.
+
+        Args:
+            pixel_values: for each image its flattened patches `[num_patches, patch_dim]`.
+            grids: for each image its patches in time, height and width.
+
+        Returns:
+            Features of all images, one after another: `[sum of tokens, feature_dim]` in `self.dtype`.
+        """
+        pixels = torch.cat([pixel.to(self.device, self.dtype, non_blocking=True) for pixel in pixel_values])
+        grid_thw = torch.tensor(list(grids), dtype=torch.long)
+        return self.vision(pixels, grid_thw=grid_thw)

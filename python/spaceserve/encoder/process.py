@@ -1,0 +1,221 @@
+"""The encoder worker's process: sockets, threads and the loop around `EncoderService`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spaceserve.channels import Channels
+from spaceserve.config import SpaceServeConfig
+from spaceserve.families import Family
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.server_args import ServerArgs
+
+    from spaceserve.encoder.model import VisionEncoder
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 16
+# Files decoded ahead of their batch; an image of 2048x2048 takes 12.6 MB of RGB bytes.
+MAX_PREPARED_AHEAD = 32
+CPU_CACHE_GB = 0.25
+GPU_CACHE_FRACTION = 0.02
+# A device that has not finished a batch in this time is taken for hung; the heartbeat stops.
+BATCH_HANG_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """What a worker process is started with; picklable."""
+
+    server_args: ServerArgs
+    config: SpaceServeConfig
+    family: Family
+    channels: Channels
+    epoch: int
+
+
+def slab_tokens(config: SpaceServeConfig, feature_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of the slab: whole blocks within `--encoder-feature-cache-gb`.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    import torch
+
+    cache_gb = config.encoder_feature_cache_gb
+    if cache_gb is None:
+        if device.type == "cuda":
+            cache_gb = GPU_CACHE_FRACTION * torch.cuda.get_device_properties(device).total_memory / 1e9
+        else:
+            cache_gb = CPU_CACHE_GB
+    num_blocks = int(cache_gb * 1e9) // (BLOCK_TOKENS * feature_dim * dtype.itemsize)
+    if num_blocks < 1:
+        raise ValueError(f"--encoder-feature-cache-gb {cache_gb} holds no block of {BLOCK_TOKENS} tokens")
+    return num_blocks * BLOCK_TOKENS
+
+
+def _warm_up(encoder: VisionEncoder, capacity_patches: int) -> None:
+    """Run the largest batch once, so that its memory is taken and its kernels are ready before anybody measures."""
+    import torch
+
+    merge = int(encoder.hf_config.vision_config.spatial_merge_size)
+    patch = encoder.hf_config.vision_config
+    patch_dim = patch.in_chans * patch.temporal_patch_size * patch.patch_size**2
+    side = max(merge, int(capacity_patches**0.5) // merge * merge) if encoder.device.type == "cuda" else 4 * merge
+    for grid in ((1, merge, merge), (1, side, side)):
+        pixels = torch.zeros(grid[1] * grid[2], patch_dim)
+        encoder.encode([pixels], [grid])
+    if encoder.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run_encoder_process(spec: WorkerSpec) -> None:
+    """Entry point of the process. Returns never, except through an exception, which ends the process with code 1."""
+    from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()
+    import setproctitle
+
+    setproctitle.setproctitle("spaceserve::encoder")
+    configure_logger(spec.server_args, prefix=" encoder")
+    try:
+        _serve(spec)
+    except Exception as error:
+        logger.exception("The encoder worker failed")
+        Path(spec.channels.run_dir, f"encoder-error-{spec.epoch}").write_text(str(error) or type(error).__name__)
+        # Threads of a failed encoder may hang in the driver: do not wait for them.
+        os._exit(1)
+
+
+def _serve(spec: WorkerSpec) -> None:
+    import torch
+    import zmq
+    from sglang.srt.managers.tokenizer_manager import _get_processor_wrapper
+
+    from spaceserve.encoder.heartbeat import Heartbeat
+    from spaceserve.encoder.model import VisionEncoder, encoder_only_hooks
+    from spaceserve.encoder.preprocess import Preprocessor
+    from spaceserve.encoder.runner import BatchRunner
+    from spaceserve.encoder.service import EncoderService
+    from spaceserve.encoder.split import EncoderSplit
+    from spaceserve.encoder_schedule.queue import EncodeQueue
+    from spaceserve.families import feature_dim
+    from spaceserve.feature_store.store import FeatureStore
+    from spaceserve.hooks import install
+    from spaceserve.messages import ImageSource, ToScheduler, WorkerUp, decode_to_worker, encode
+    from spaceserve.slab import Slab
+
+    channels, config = spec.channels, spec.config
+    install(encoder_only_hooks(spec.family))
+    heartbeat = Heartbeat(channels.heartbeat)
+    num_cores = len(os.sched_getaffinity(0))
+    if spec.server_args.device == "cpu":
+        torch.set_num_threads(max(1, num_cores // 2))
+    encoder = VisionEncoder(spec.server_args, f"{channels.run_dir}/encoder-init-{spec.epoch}")
+    dim = feature_dim(encoder.hf_config)
+    num_tokens = slab_tokens(config, dim, encoder.dtype, encoder.device)
+    slab = Slab.create(num_tokens, dim, encoder.dtype, encoder.device, channels.slab_segment(spec.epoch))
+    capacity = config.encoder_batch_capacity_patches or (8192 if encoder.device.type == "cuda" else 1024)
+    _warm_up(encoder, capacity)
+    image_config = spec.server_args.mm_process_config.get("image", {})
+    preprocessor = Preprocessor(
+        _get_processor_wrapper(spec.server_args).image_processor, image_config, encoder.device
+    )
+    num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))
+    runner = BatchRunner(encoder, preprocessor, slab, EncoderSplit(encoder.device), num_threads)
+
+    context = zmq.Context()
+    inbox = context.socket(zmq.PULL)
+    inbox.set_hwm(0)
+    inbox.bind(channels.requests)
+    outboxes: dict[str, zmq.Socket[bytes]] = {}
+
+    def send(address: str, message: ToScheduler) -> None:
+        if address not in outboxes:
+            outbox = outboxes[address] = context.socket(zmq.PUSH)
+            outbox.set_hwm(0)
+            outbox.connect(address)
+        outboxes[address].send(encode(message))
+
+    def prepare(key: bytes, sources: list[ImageSource]) -> None:
+        if runner.num_prepared < MAX_PREPARED_AHEAD:
+            runner.prepare(key, sources)
+
+    service = EncoderService(
+        FeatureStore(num_tokens // BLOCK_TOKENS, BLOCK_TOKENS),
+        EncodeQueue(config.encoder_schedule_policy, config.encoder_window_ms / 1000, capacity),  # type: ignore[arg-type]
+        spec.epoch,
+        send,
+        prepare,
+        runner.forget,
+    )
+    for address in channels.all_features():
+        send(address, WorkerUp(spec.epoch, slab.handle.dump()))
+    logger.info(
+        "Encoder worker ready: %.1f M parameters, features of %d x %s, store of %d tokens (%.2f GB), "
+        "batches of %d patches, %d preprocessing threads",
+        encoder.num_parameters() / 1e6,
+        dim,
+        encoder.dtype,
+        num_tokens,
+        num_tokens * dim * encoder.dtype.itemsize / 1e9,
+        capacity,
+        num_threads,
+    )
+
+    poller = zmq.Poller()
+    poller.register(inbox, zmq.POLLIN)
+    poller.register(runner.wakeup_fd, zmq.POLLIN)
+    check_at_idle = os.environ.get("SPACESERVE_DEBUG") == "1"
+    status_path = Path(channels.run_dir, "encoder-status.json")
+    status_s = 0.0
+    while True:
+        now_s = time.monotonic()
+        if service.oldest_in_flight_s(now_s) < BATCH_HANG_S:
+            heartbeat.beat()
+        events = dict(poller.poll(1000))
+        now_s = time.monotonic()
+        if inbox in events:
+            while True:
+                try:
+                    frame = inbox.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                service.handle(decode_to_worker(frame), now_s)
+        for batch in runner.take_finished():
+            service.finish(batch, time.monotonic())
+        for batch in service.next_batches(time.monotonic()):
+            runner.submit(batch)
+        if check_at_idle and service.is_idle:
+            service.check_integrity()
+        if now_s - status_s > 0.5:
+            status_s = now_s
+            _write_status(status_path, service, spec.epoch, now_s)
+
+
+def _write_status(path: Path, service: object, epoch: int, now_s: float) -> None:
+    """Leave the worker's state where the main process can read it for the status page."""
+    from spaceserve.encoder.service import EncoderService
+
+    assert isinstance(service, EncoderService)
+    stats = service.store.stats()
+    status = {
+        "epoch": epoch,
+        "num_requests": service.num_requests,
+        "num_encoded": service.num_encoded,
+        "num_failed": service.num_failed,
+        "store": {name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "evictions"},
+        "evictions": dict(stats.evictions),
+        "queue": service.queue.snapshot(now_s),
+    }
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(status))
+    scratch.replace(path)

@@ -1,0 +1,287 @@
+"""The encoder worker's decisions: what to encode, where its features go, and whom to tell.
+
+No sockets, no threads, no torch: messages come in through `handle`, finished batches through `finish`; batches go out
+through `next_batches`, answers through `send`. `process.py` connects these to the world.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spaceserve.encoder.runner import Batch, ItemFailure
+from spaceserve.encoder_schedule.queue import EncodeItem, EncodeQueue
+from spaceserve.feature_store.store import FeatureStore, ItemTooLarge
+from spaceserve.messages import (
+    DropCached,
+    EncodeRequest,
+    FeaturesFailed,
+    FeaturesReady,
+    FinishRequest,
+    ImageSource,
+    RadixHint,
+    ReleaseFeatures,
+    ToScheduler,
+    ToWorker,
+)
+
+logger = logging.getLogger(__name__)
+
+# A request's end may overtake its images, which come over another socket: remember this many ended requests.
+NUM_ENDED_REMEMBERED = 16384
+# One batch computes while the next is prepared and launched behind it.
+MAX_BATCHES_IN_FLIGHT = 2
+
+
+@dataclass
+class _Try:
+    """One EncodeRequest. `id` names it in the store and in the queue: tickets of an earlier one must not match."""
+
+    request: EncodeRequest
+    arrival_s: float
+    id: str
+    answered: bool = False
+    items: dict[bytes, EncodeItem] = field(default_factory=dict)
+
+
+class EncoderService:
+    """State of the encoder worker. One thread calls it.
+
+    Args:
+        store: bookkeeping of the slab.
+        queue: order of the work.
+        epoch: of this worker; goes into every answer.
+        send: delivers an answer to the scheduler at the given address.
+        prepare: an image will be encoded; its file may be decoded ahead (key, segments that hold it).
+        forget: nobody wants the image any more.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        queue: EncodeQueue,
+        epoch: int,
+        send: Callable[[str, ToScheduler], None],
+        prepare: Callable[[bytes, list[ImageSource]], None] = lambda key, sources: None,
+        forget: Callable[[bytes], None] = lambda key: None,
+    ) -> None:
+        self.store = store
+        self.queue = queue
+        self._epoch = epoch
+        self._send = send
+        self._prepare = prepare
+        self._forget = forget
+        self._tries: dict[str, _Try] = {}  # by id
+        self._current: dict[str, _Try] = {}  # by rid
+        self._sources: dict[bytes, list[ImageSource]] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._num_in_flight = 0
+        self._in_flight_since: OrderedDict[int, float] = OrderedDict()
+        # A request waits for room: newcomers must not take it by the shortcut for complete hits.
+        self._short_of_room = False
+        self.num_encoded = 0
+        self.num_failed = 0
+
+    # ---- messages
+
+    def handle(self, message: ToWorker, now_s: float) -> None:
+        """Take in one message."""
+        if isinstance(message, EncodeRequest):
+            self._want(message, now_s)
+        elif isinstance(message, ReleaseFeatures):
+            self._drop(message.rid)
+        elif isinstance(message, FinishRequest):
+            self._drop(message.rid)
+            self._ended[message.rid] = None
+            while len(self._ended) > NUM_ENDED_REMEMBERED:
+                self._ended.popitem(last=False)
+        elif isinstance(message, RadixHint):
+            for key in message.cached:
+                self.store.set_radix_cached(key, True)
+            for key in message.evicted:
+                self.store.set_radix_cached(key, False)
+        elif isinstance(message, DropCached):
+            self.store.clear()
+
+    def _want(self, request: EncodeRequest, now_s: float) -> None:
+        if request.rid in self._ended:
+            return
+        earlier = self._current.get(request.rid)
+        if earlier is not None:
+            if earlier.request.seq >= request.seq:
+                return
+            now_s = earlier.arrival_s  # it keeps its place in the order
+            self._drop(request.rid)
+        attempt = _Try(request, now_s, id=f"{request.rid}#{request.seq}")
+        attempt.items = {source.key: EncodeItem(source.key, source.num_patches) for source in request.sources}
+        try:
+            self.store.register(
+                attempt.id, [(source.key, source.num_tokens, source.num_patches) for source in request.sources]
+            )
+        except ItemTooLarge as error:
+            self._answer_failure(attempt, ItemFailure(400, str(error)))
+            return
+        self._tries[attempt.id] = attempt
+        self._current[request.rid] = attempt
+        for source in request.sources:
+            self._sources.setdefault(source.key, []).append(source)
+        complete_hit = self.store.remaining_patches(attempt.id) == 0
+        if complete_hit and not self._short_of_room and self.store.try_reserve(attempt.id):
+            self._advance(attempt)
+        else:
+            self._enqueue(attempt)
+
+    def _enqueue(self, attempt: _Try) -> None:
+        missing = [item for key, item in attempt.items.items() if self.store.ticket(key) is None]
+        # With every feature present it still has to hold them, for which it waits its turn like the others.
+        self.queue.add(attempt.id, missing or list(attempt.items.values()), attempt.arrival_s)
+        for item in missing:
+            self._prepare(item.key, self._sources[item.key])
+
+    def _drop(self, rid: str) -> None:
+        attempt = self._current.pop(rid, None)
+        if attempt is None:
+            return
+        del self._tries[attempt.id]
+        self.queue.cancel(attempt.id)
+        for source in attempt.request.sources:
+            sources = self._sources.get(source.key, [])
+            if source in sources:
+                sources.remove(source)
+        for key in self.store.release(attempt.id):
+            self._sources.pop(key, None)
+            self._forget(key)
+
+    # ---- batches
+
+    def next_batches(self, now_s: float) -> list[Batch]:
+        """Batches to run now, in order; empty while enough are under way or nothing may go."""
+        batches = []
+        while self._num_in_flight < MAX_BATCHES_IN_FLIGHT:
+            refused: list[str] = []
+
+            def try_reserve(try_id: str, refused: list[str] = refused) -> bool:
+                granted = self.store.try_reserve(try_id)
+                if not granted:
+                    refused.append(try_id)
+                return granted
+
+            items = self.queue.next_batch(now_s, try_reserve)
+            self._short_of_room = bool(refused)
+            if not items:
+                break
+            batch = self._begin(items, now_s)
+            if batch is not None:
+                batches.append(batch)
+        return batches
+
+    def _begin(self, items: list[EncodeItem], now_s: float) -> Batch | None:
+        tickets, done, touched = [], [], {}
+        for item in items:
+            for try_id in self.queue.wanted(item.key):
+                touched[try_id] = None
+            if self.store.ticket(item.key) is not None:
+                done.append(item.key)  # it only waited to be held
+            else:
+                tickets.append(self.store.begin_encode(item.key))
+        self.queue.items_done(done)
+        for try_id in touched:
+            self._add_evicted(self._tries[try_id])
+        for key in done:
+            self._advance_all(key)
+        if not tickets:
+            return None
+        self._num_in_flight += 1
+        sources = {ticket.key: self._sources[ticket.key] for ticket in tickets}
+        images = {key: segments[0] for key, segments in sources.items()}
+        batch = Batch(tickets, images, sources, started_s=now_s)
+        self._in_flight_since[id(batch)] = now_s
+        return batch
+
+    def _add_evicted(self, attempt: _Try) -> None:
+        """Features that were there when the request came may have been evicted before it could hold them."""
+        keys = self.store.keys_to_encode(attempt.id)
+        self.queue.add(attempt.id, [attempt.items[key] for key in keys], attempt.arrival_s)
+
+    def finish(self, batch: Batch, now_s: float) -> None:
+        """The device has finished `batch`; its failures are filled in."""
+        self._num_in_flight -= 1
+        del self._in_flight_since[id(batch)]
+        for ticket in batch.tickets:
+            failure = batch.failures.get(ticket.key)
+            if failure is None:
+                self.num_encoded += 1
+                self.store.commit(ticket.key)
+                self.queue.items_done([ticket.key])
+                self._advance_all(ticket.key)
+            elif failure.source_gone and self._sources.get(ticket.key):
+                # A request that came meanwhile brought the same image: encode it from there.
+                self.store.fail(ticket.key)
+                self.queue.requeue([ticket.key])
+            else:
+                self.num_failed += 1
+                self.queue.items_failed([ticket.key])
+                for try_id in self.store.fail(ticket.key):
+                    attempt = self._tries[try_id]
+                    self._answer_failure(attempt, failure)
+                    self._drop(attempt.request.rid)
+
+    def oldest_in_flight_s(self, now_s: float) -> float:
+        """Age of the oldest batch under way, in seconds; 0 with none."""
+        return now_s - next(iter(self._in_flight_since.values()), now_s)
+
+    # ---- answers
+
+    def _advance_all(self, key: bytes) -> None:
+        for try_id in list(self.store.wanted_by(key)):
+            self._advance(self._tries[try_id])
+
+    def _advance(self, attempt: _Try) -> None:
+        """Answer the request if it is complete; let it wait its turn for what it lacks otherwise."""
+        if attempt.answered:
+            return
+        if self.store.remaining_patches(attempt.id) == 0 and self.store.try_reserve(attempt.id):
+            self._add_evicted(attempt)
+        elif self.queue.remaining_patches(attempt.id) == 0:
+            self._enqueue(attempt)
+        if self.store.is_ready(attempt.id):
+            attempt.answered = True
+            self.queue.cancel(attempt.id)
+            request = attempt.request
+            self._send(
+                request.reply_to,
+                FeaturesReady(request.rid, request.seq, self._epoch, self.store.tickets(attempt.id)),
+            )
+
+    def _answer_failure(self, attempt: _Try, failure: ItemFailure) -> None:
+        request = attempt.request
+        self._send(
+            request.reply_to, FeaturesFailed(request.rid, request.seq, self._epoch, failure.status, failure.reason)
+        )
+
+    # ---- what one can see
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or hold features."""
+        return len(self._current)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits, nothing computes, nothing is held."""
+        return not self._current and not self._num_in_flight
+
+    def check_integrity(self) -> None:
+        """Assert that what is kept twice agrees, and that nothing is held at idle."""
+        self.store.check_integrity()
+        self.queue.check_integrity()
+        assert {attempt.id for attempt in self._current.values()} == set(self._tries)
+        if self.is_idle:
+            stats = self.store.stats()
+            assert len(self.queue) == 0, "work waits for nobody"
+            assert stats.pinned_blocks == 0, "features are pinned for nobody"
+            assert stats.reserved_blocks == 0, "room is reserved for nobody"
+            assert stats.free_blocks + stats.cached_blocks == stats.num_blocks
+            assert not any(self._sources.values()), "sources are kept for nobody"

@@ -1,0 +1,1 @@
+"""The main process: images are admitted from their headers, placeholders expanded, work handed on."""

@@ -1,0 +1,252 @@
+"""Admission of requests with images in the main process.
+
+From the header of each image alone: its size gives the number of placeholders and their positions, a keyed hash of
+its bytes gives the identity under which the RadixCache and the feature store know it. The bytes go to shared memory
+once; pixels are made in the encoder worker only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import zmq
+
+from spaceserve.channels import Channels
+from spaceserve.config import SpaceServeConfig
+from spaceserve.families import Family, image_grid
+from spaceserve.feature_store.content import content_digest, new_key
+from spaceserve.feature_store.pad_values import PadValueRegistry
+from spaceserve.frontend.fetch import BadImageInput, fetch_bytes, read_header
+from spaceserve.hooks import Hook
+from spaceserve.messages import EncodeRequest, FinishRequest, ImageSource, ToWorker, encode
+from spaceserve.scheduler.gate import ASKED_KEY, OWNER_KEY, SOURCE_KEY
+from spaceserve.shared_memory import OutOfSharedMemory, SegmentWriter, unlink
+
+logger = logging.getLogger(__name__)
+
+
+class Admission:
+    """Turns a request's images into placeholders and sources, and hands new ones to the encoder worker at once."""
+
+    def __init__(self, config: SpaceServeConfig, channels: Channels) -> None:
+        self._config = config
+        self._segments = SegmentWriter(channels.shm_prefix)
+        self._pad_values = PadValueRegistry()
+        self._content_key = new_key()
+        self._reply_to = channels.features(0)
+        self._outbox = zmq.Context.instance().socket(zmq.PUSH)
+        self._outbox.set_hwm(0)
+        self._outbox.setsockopt(zmq.LINGER, 0)
+        self._outbox.connect(channels.requests)
+        self._outbox_lock = threading.Lock()
+        # With several schedulers only their dispatcher knows which of them gets a request.
+        self._may_ask_early = channels.dp_size == 1
+        self._not_dispatched: dict[str, list[ImageSource]] = {}
+
+    def send(self, message: ToWorker) -> None:
+        """Hand a message to the encoder worker; never blocks."""
+        with self._outbox_lock:
+            self._outbox.send(encode(message))
+
+    # ---- one image, in a thread
+
+    def _admit_image(self, processor: Any, image: Any) -> ImageSource:
+        max_bytes = int(self._config.encoder_max_image_mb * 1e6)
+        fetched = read_header(fetch_bytes(image, max_bytes), self._config.encoder_max_image_pixels)
+        settings = processor.image_config
+        try:
+            grid = image_grid(processor._processor.image_processor, settings, fetched.height, fetched.width)
+        except ValueError as error:
+            raise BadImageInput(f"the image cannot be resized: {error}") from error
+        digest = content_digest(fetched.data, "image", settings, key=self._content_key)
+        try:
+            segment = self._segments.write(fetched.data)
+        except OutOfSharedMemory as error:
+            from fastapi import HTTPException
+
+            raise HTTPException(503, str(error)) from error
+        merge = settings.get("merge_size", processor.spatial_merge_size)
+        num_tokens = grid[0] * grid[1] * grid[2] // merge**2
+        return ImageSource(digest, segment, len(fetched.data), fetched.height, fetched.width, grid, num_tokens)
+
+    async def _admit_images(self, processor: Any, images: Sequence[Any]) -> list[ImageSource]:
+        loop = asyncio.get_running_loop()
+        tasks = [loop.run_in_executor(processor.io_executor, self._admit_image, processor, image) for image in images]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [(i, result) for i, result in enumerate(results) if isinstance(result, BaseException)]
+        sources = [result for result in results if isinstance(result, ImageSource)]
+        if errors:
+            for source in sources:
+                unlink(source.segment)
+            position, error = errors[0]
+            if isinstance(error, BadImageInput) and len(images) > 1:
+                raise BadImageInput(f"image {position + 1} of {len(images)}: {error}") from error
+            raise error
+        return sources
+
+    # ---- one request
+
+    async def process(self, processor: Any, images: Sequence[Any], prompt: str | list[int], request: Any) -> Any:
+        """What SGLang's processor of the family would return, without pixels.
+
+        Raises:
+            ValueError: the client's fault, HTTP 400.
+        """
+        from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+
+        input_ids = _tokenize(processor, prompt)
+        token_id = processor.mm_tokens.image_token_id
+        num_placeholders = input_ids.count(token_id)
+        if num_placeholders != len(images):
+            raise ValueError(f"the prompt has {num_placeholders} image placeholders, {len(images)} images were given")
+        sources = await self._admit_images(processor, images)
+        self._not_dispatched[request.rid] = sources
+        # A caller's own hash would decide whose features and whose cached prefix this request reads.
+        request.mm_hashes = None
+        is_new = [not self._pad_values.knows(source.key) for source in sources]
+        pads = self._pad_values.assign([source.key for source in sources])
+        if pads.radix_extra_key is not None:
+            request.extra_key = f"{request.extra_key or ''}{pads.radix_extra_key}"
+        expanded = processor._expand_input_ids(input_ids, [source.num_tokens for source in sources], token_id)
+        # What was seen before may be in the RadixCache, and need no encode: the scheduler looks. New images go now.
+        ask_now = self._may_ask_early and all(is_new)
+        items = []
+        position = 0
+        for source, mm_hash in zip(sources, pads.item_hashes, strict=True):
+            first = expanded.index(token_id, position)
+            position = first + source.num_tokens
+            item = MultimodalDataItem(
+                modality=Modality.IMAGE,
+                offsets=[(first, position - 1)],
+                model_specific_data={
+                    "image_grid_thw": torch.tensor([source.grid_thw], dtype=torch.long),
+                    SOURCE_KEY: source,
+                    OWNER_KEY: request.rid,
+                    ASKED_KEY: ask_now,
+                },
+            )
+            item.set_hash(mm_hash)
+            items.append(item)
+        if ask_now:
+            distinct = {source.key: source for source in sources}
+            self.send(EncodeRequest(request.rid, 0, list(distinct.values()), self._reply_to))
+        mrope_positions, mrope_position_delta = processor.compute_mrope_positions(expanded, items)
+        return MultimodalProcessorOutput(
+            input_ids=expanded,
+            padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(expanded, items),
+            mm_items=items,
+            im_start_id=processor.vision_start_token_id,
+            im_end_id=processor.vision_end_token_id,
+            im_token_id=token_id,
+            video_token_id=processor.mm_tokens.video_token_id,
+            audio_token_id=processor.mm_tokens.audio_token_id,
+            mrope_positions=mrope_positions,
+            mrope_position_delta=mrope_position_delta,
+        )
+
+    def dispatched(self, tokenized: Any) -> None:
+        """The request is on its way to the scheduler, which from now on owns its sources."""
+        if getattr(tokenized, "mm_inputs", None) is None:
+            return
+        for item in tokenized.mm_inputs.mm_items:
+            # Not the request's own id: parallel sampling dispatches one request several times under new ones.
+            self._not_dispatched.pop(item.model_specific_data.get(OWNER_KEY), None)
+
+    def abandon(self, rid: str) -> None:
+        """The request ends before the scheduler hears of it."""
+        sources = self._not_dispatched.pop(rid, None)
+        if sources is not None:
+            for source in sources:
+                unlink(source.segment)
+            self.send(FinishRequest(rid))
+
+
+def _tokenize(processor: Any, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, list):
+        return prompt
+    # Avoid a second beginning-of-sequence token where the chat template wrote one, as SGLang does.
+    bos = getattr(processor._tokenizer, "bos_token", None)
+    repeats_bos = processor._tokenizer_auto_adds_specials and bos and prompt.startswith(bos)
+    ids = processor._tokenizer(prompt, add_special_tokens=not repeats_bos).input_ids
+    return list(ids)
+
+
+def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
+    """The hooks of the main process."""
+
+    async def process_mm_data(
+        original: Callable[..., Any],
+        processor: Any,
+        image_data: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        request = kwargs.get("request_obj", args[2] if len(args) > 2 else None)
+        prompt = kwargs.get("input_text", args[1] if len(args) > 1 else None)
+        assert request is not None
+        assert prompt is not None
+        if request.video_data or request.audio_data:
+            raise ValueError("video and audio are not supported with an encoder worker; see --encoder-worker off")
+        images = list(image_data or [])
+        formats = {_preprocessed_format(processor, image) for image in images}
+        if formats == {"PRECOMPUTED_EMBEDDING"}:
+            return await original(processor, image_data, *args, **kwargs)
+        if formats - {None}:
+            raise ValueError("preprocessed images are not supported with an encoder worker: send the image itself")
+        return await admission.process(processor, images, prompt, request)
+
+    async def tokenize(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await original(manager, obj, *args, **kwargs)
+        except BaseException:
+            admission.abandon(obj.rid)
+            raise
+
+    def send_one(manager: Any, tokenized_obj: Any) -> None:
+        admission.dispatched(tokenized_obj)
+
+    def send_batch(manager: Any, tokenized_objs: Any) -> None:
+        for tokenized_obj in tokenized_objs:
+            admission.dispatched(tokenized_obj)
+
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    return [
+        Hook(
+            target=f"{family.processor}.process_mm_data_async",
+            function=process_mm_data,
+            kind="around",
+            why="expand placeholders from image headers",
+            parameters=("image_data", "input_text", "request_obj"),
+        ),
+        Hook(
+            target=f"{manager}._tokenize_one_request",
+            function=tokenize,
+            kind="around",
+            why="a request that is refused leaves nothing behind",
+            parameters=("obj",),
+        ),
+        Hook(
+            target=f"{manager}._send_one_request",
+            function=send_one,
+            kind="before",
+            why="the scheduler takes over a request's images",
+            parameters=("tokenized_obj",),
+        ),
+        Hook(
+            target=f"{manager}._send_batch_request",
+            function=send_batch,
+            kind="before",
+            why="the same, for batched requests",
+            parameters=("tokenized_objs",),
+        ),
+    ]
+
+
+def _preprocessed_format(processor: Any, image: Any) -> str | None:
+    found = processor._get_preprocessed_input_format(image)
+    return None if found is None else str(found.name)

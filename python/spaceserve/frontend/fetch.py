@@ -1,0 +1,122 @@
+"""Getting an image's bytes and reading its header, in a thread; nothing is decoded here."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import pybase64
+from PIL import Image, UnidentifiedImageError
+
+IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+
+class BadImageInput(ValueError):
+    """The image cannot be had or is not one; the client gets HTTP 400 with this reason."""
+
+
+@dataclass(frozen=True)
+class FetchedImage:
+    """An encoded image file and what its header says."""
+
+    data: bytes
+    height: int  # pixels, not rotated by EXIF
+    width: int
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def _download(url: str, max_bytes: int) -> bytes:
+    import requests
+    from sglang.srt.utils.common import get_mm_http_session
+
+    timeout_s = float(os.getenv("REQUEST_TIMEOUT", "3"))
+    try:
+        with get_mm_http_session().get(url, timeout=timeout_s, stream=True) as response:
+            response.raise_for_status()
+            chunks, num_bytes = [], 0
+            for chunk in response.iter_content(1 << 16):
+                num_bytes += len(chunk)
+                if num_bytes > max_bytes:
+                    raise BadImageInput(f"the image at {_shorten(url)} is larger than {max_bytes / 1e6:g} MB")
+                chunks.append(chunk)
+            return b"".join(chunks)
+    except requests.exceptions.RequestException as error:
+        raise BadImageInput(f"the image at {_shorten(url)} cannot be fetched: {error}") from error
+
+
+def _read_file(path: str, max_bytes: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(max_bytes + 1)
+    except OSError as error:
+        raise BadImageInput(f"the image {_shorten(path)} cannot be read: {error.strerror}") from error
+
+
+def fetch_bytes(image: Any, max_bytes: int) -> bytes:
+    """The bytes of an image given in any of the forms that SGLang takes.
+
+    Args:
+        image: bytes, a PIL image, an object with a `url`, or a string: http(s) URL, file URL or path, data URL, base64.
+        max_bytes: most bytes accepted.
+
+    Raises:
+        BadImageInput: unreachable, unreadable, empty, too large, or in no known form.
+    """
+    image = getattr(image, "url", image)
+    if isinstance(image, bytes):
+        data = image
+    elif isinstance(image, Image.Image):
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG", compress_level=1)
+        data = buffer.getvalue()
+    elif not isinstance(image, str):
+        raise BadImageInput(f"an image cannot be given as {type(image).__name__}")
+    elif image.startswith(("http://", "https://")):
+        data = _download(image, max_bytes)
+    elif image.startswith("file://"):
+        data = _read_file(unquote(urlparse(image).path), max_bytes)
+    elif not image.startswith("data:") and image.lower().endswith(IMAGE_EXTENSIONS):
+        data = _read_file(image, max_bytes)
+    else:
+        encoded = image.partition(",")[2] if image.startswith("data:") else image
+        if len(encoded) > max_bytes // 3 * 4 + 4:
+            raise BadImageInput(f"the image is larger than {max_bytes / 1e6:g} MB")
+        try:
+            data = pybase64.b64decode(encoded, validate=True)
+        except ValueError as error:
+            raise BadImageInput(f"the image is neither a URL nor valid base64: {error}") from error
+    if not data:
+        raise BadImageInput("the image is empty (0 bytes)")
+    if len(data) > max_bytes:
+        raise BadImageInput(f"the image is larger than {max_bytes / 1e6:g} MB")
+    return data
+
+
+def read_header(data: bytes, max_pixels: int) -> FetchedImage:
+    """Check that `data` is an image and read its size, without decoding it.
+
+    Raises:
+        BadImageInput: no image format that can be decoded, or more than `max_pixels` pixels.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data)) as image:
+                width, height = image.size
+    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
+        reason = "it has too many pixels" if isinstance(error, Image.DecompressionBombError) else "unknown format"
+        raise BadImageInput(f"the upload is not an image that can be read: {reason}") from error
+    except Exception as error:  # PIL's parsers raise what they like on hostile files
+        raise BadImageInput(f"the upload is not an image that can be read: {error}") from error
+    if width < 1 or height < 1:
+        raise BadImageInput(f"the image has no pixels ({width}x{height})")
+    if width * height > max_pixels:
+        raise BadImageInput(f"the image has {width}x{height} pixels, more than the {max_pixels} accepted")
+    return FetchedImage(data, height, width)

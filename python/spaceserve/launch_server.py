@@ -1,0 +1,206 @@
+"""`python -m spaceserve.launch_server`: SGLang's server with a dedicated encoder worker.
+
+Takes every argument of `sglang.launch_server` and SpaceServe's own (`--help`, group SpaceServe). Without
+`--model-path` it serves the bundled demo model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    from spaceserve.channels import Channels
+    from spaceserve.config import SpaceServeConfig
+    from spaceserve.families import Family
+
+
+class StartError(Exception):
+    """The server cannot start; the message is one line that says what to do."""
+
+
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, SpaceServeConfig]:
+    """Parse SGLang's and SpaceServe's arguments.
+
+    Raises:
+        StartError: a value of ours is out of range.
+    """
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    from spaceserve.config import SpaceServeConfig
+
+    parser = argparse.ArgumentParser(prog="python -m spaceserve.launch_server")
+    ServerArgs.add_cli_args(parser)
+    SpaceServeConfig.add_cli_args(parser)
+    if "--config" in argv:
+        from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+    if not any(argument.split("=")[0] in ("--model-path", "--model") for argument in argv) and not {
+        "-h",
+        "--help",
+    } & set(argv):
+        from spaceserve.demo import model_path
+
+        argv = [*argv, "--model-path", str(model_path())]
+    namespace = parser.parse_args(argv)
+    try:
+        return namespace, SpaceServeConfig.from_cli_args(namespace)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def check_before_start(namespace: argparse.Namespace) -> None:
+    """Find the common mistakes before anything is loaded.
+
+    Raises:
+        StartError: no such model folder, or the port is taken.
+    """
+    import socket
+
+    path = namespace.model_path
+    if (os.sep in path or path.startswith(".")) and not os.path.isdir(path):
+        raise StartError(f"there is no model folder {path}: give --model-path an existing one")
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+        raise StartError(f"the folder {path} holds no config.json: give --model-path a Hugging Face checkpoint")
+    family = socket.AF_INET6 if ":" in namespace.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((namespace.host, namespace.port))
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {namespace.host}:{namespace.port} ({error.strerror}): "
+                "stop the process that does, or choose another --port"
+            ) from error
+
+
+def resolve_server_args(namespace: argparse.Namespace) -> ServerArgs:
+    """SGLang's own resolution of its arguments.
+
+    Raises:
+        StartError: the checkpoint's configuration cannot be used.
+    """
+    import logging
+
+    from sglang.srt.server_args import ServerArgs
+
+    logging.basicConfig(
+        level=getattr(logging, namespace.log_level.upper()),
+        format="[%(asctime)s] %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        force=True,
+    )
+    try:
+        return ServerArgs.from_cli_args(namespace)
+    except (ValueError, OSError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise StartError(f"the model in {namespace.model_path} cannot be served: {first_line}") from error
+
+
+def split_obstacle(server_args: ServerArgs, family: Family | None) -> str | None:
+    """Why this server cannot have an encoder worker, in words for the user; None if it can."""
+    from sglang.srt.environ import envs
+
+    if family is None:
+        architectures = ", ".join(server_args.get_model_config().hf_config.architectures or ["unknown"])
+        return f"its architecture ({architectures}) cannot be split"
+    obstacles = [
+        (server_args.disaggregation_mode != "null", "--disaggregation-mode is set"),
+        (server_args.encoder_only or server_args.language_only, "SGLang's own encoder disaggregation is on"),
+        (server_args.pp_size > 1, "--pp-size is above 1"),
+        (server_args.dp_size > 1, "--dp-size is above 1"),
+        (server_args.nnodes > 1, "--nnodes is above 1"),
+        (server_args.tokenizer_worker_num > 1, "--tokenizer-worker-num is above 1"),
+        (server_args.skip_tokenizer_init, "--skip-tokenizer-init is set"),
+        (server_args.smg_grpc_mode or server_args.use_ray, "the server is not an HTTP server of one host"),
+        (bool(envs.SGLANG_RUST_SERVER.get()), "SGLANG_RUST_SERVER is set"),
+        (server_args.enable_memory_saver, "--enable-memory-saver is set"),
+    ]
+    return next((reason for is_met, reason in obstacles if is_met), None)
+
+
+def serve(server_args: ServerArgs, config: SpaceServeConfig) -> None:
+    """Run the server until it ends.
+
+    Raises:
+        StartError: `--encoder-worker on` for a model or setting that cannot be split.
+    """
+    import logging
+
+    from sglang.launch_server import run_server
+
+    from spaceserve.families import find_family
+
+    family = find_family(server_args.get_model_config().hf_config.architectures)
+    obstacle = split_obstacle(server_args, family)
+    if config.encoder_worker == "off":
+        run_server(server_args)
+        return
+    if obstacle is not None:
+        if config.encoder_worker == "on":
+            raise StartError(f"--encoder-worker on is not possible: {obstacle}")
+        logging.getLogger(__name__).warning("Serving without an encoder worker, as stock SGLang does: %s", obstacle)
+        run_server(server_args)
+        return
+    assert family is not None
+    _serve_split(server_args, config, family)
+
+
+def _serve_split(server_args: ServerArgs, config: SpaceServeConfig, family: Family) -> None:
+    from functools import partial
+
+    from sglang.srt.entrypoints.http_server import launch_server
+
+    from spaceserve.channels import Channels
+    from spaceserve.encoder.supervisor import EncoderSupervisor
+    from spaceserve.frontend.admission import Admission, admission_hooks
+    from spaceserve.hooks import install
+    from spaceserve.reaper import RUN_DIR_VARIABLE, Reaper
+    from spaceserve.scheduler.process import run_scheduler_process
+
+    channels: Channels = Channels.create(server_args.dp_size)
+    reaper = Reaper(channels.shm_prefix, channels.run_dir)
+    os.environ[RUN_DIR_VARIABLE] = channels.run_dir
+    supervisor = EncoderSupervisor(server_args, config, family, channels)
+    try:
+        supervisor.start()
+        install(admission_hooks(Admission(config, channels), family))
+        launch_server(
+            server_args,
+            run_scheduler_process_func=partial(run_scheduler_process, config, channels, family),
+        )
+    finally:
+        supervisor.stop()
+        reaper.close()
+
+
+def main(argv: list[str]) -> int:
+    """Parse, check, serve. Returns the exit code."""
+    from sglang.srt.utils.common import suppress_noisy_warnings
+
+    suppress_noisy_warnings()
+    try:
+        namespace, config = parse_args(argv)
+        check_before_start(namespace)
+        serve(resolve_server_args(namespace), config)
+    except StartError as error:
+        print(f"spaceserve: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if "sglang.srt.utils" in sys.modules:
+            from sglang.srt.utils import kill_process_tree
+
+            kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Hardware platforms that SpaceServe adds to SGLang from outside its source tree."""

@@ -1,0 +1,247 @@
+"""The scheduler's process: SGLang's, with the hooks that connect it to the encoder worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spaceserve.channels import Channels
+from spaceserve.config import SpaceServeConfig
+from spaceserve.families import Family
+from spaceserve.hooks import Hook, install
+from spaceserve.messages import FeaturesFailed, FeaturesReady, WorkerDown, WorkerUp
+from spaceserve.scheduler.feature_view import FeatureView
+from spaceserve.scheduler.gate import EncoderGate
+from spaceserve.scheduler.link import EncoderLink
+
+# While everything waits for the encoder, the scheduler sleeps up to this long instead of spinning.
+IDLE_POLL_MS = 5
+
+
+class VisionStub(nn.Module):
+    """Stands where the encoder would be: this process has no encoder weights and cannot encode."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.get_default_dtype()
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("the scheduler holds no encoder: features come from the encoder worker")
+
+
+def decoder_only_hooks(family: Family) -> list[Hook]:
+    """The hooks that make SGLang's loader leave the encoder out."""
+
+    def load_language_weights(
+        original: Callable[..., Any], model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Any:
+        return original(model, ((name, weight) for name, weight in weights if family.vision_weights not in name))
+
+    return [
+        Hook(
+            target=family.target(family.vision_class),
+            function=VisionStub,
+            kind="replace",
+            why="no encoder in the scheduler",
+        ),
+        Hook(
+            target=f"{family.target(family.model_class)}.load_weights",
+            function=load_language_weights,
+            kind="around",
+            why="load the language model's weights only",
+            parameters=("weights",),
+        ),
+    ]
+
+
+def gate_hooks(gate: EncoderGate, view: FeatureView, *, on_gpu: bool) -> list[Hook]:
+    """The hooks that hold requests back until their features are ready, and hand these to the prefill."""
+
+    def use_view(result: None, max_size: int = 0) -> None:
+        sys.modules["sglang.srt.managers.mm_utils"].embedding_cache = view  # type: ignore[attr-defined]
+
+    def add_messages(result: None, scheduler: Any) -> None:
+        from sglang.utils import TypeBasedDispatcher
+
+        gate.attach(scheduler)
+        ours = (WorkerUp, WorkerDown, FeaturesReady, FeaturesFailed)
+        scheduler._request_dispatcher += TypeBasedDispatcher([(kind, gate.on_message) for kind in ours])
+
+    def pull_messages(result: list[Any] | None, receiver: Any) -> list[Any] | None:
+        if result is not None:
+            result.extend(gate.incoming())
+        return result
+
+    def track(scheduler: Any, recv_req: Any) -> None:
+        if recv_req.mm_inputs is not None:
+            gate.track(recv_req.rid, recv_req.mm_inputs.mm_items)
+
+    def admit(
+        original: Callable[..., Any], scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
+    ) -> Any:
+        waiting = scheduler.waiting_queue
+        eligible, held = gate.partition(waiting)
+        if eligible is not waiting:
+            scheduler.waiting_queue = eligible
+        candidates = list(eligible)
+        try:
+            batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
+        finally:
+            left = scheduler.waiting_queue
+            if held:
+                # Back in order of arrival; what the pass itself added (preempted requests) stays behind.
+                order = {id(req): position for position, req in enumerate(waiting)}
+                scheduler.waiting_queue = sorted(left + held, key=lambda req: order.get(id(req), len(order)))
+            gate.after_pass(candidates, scheduler.waiting_queue)
+        if held and batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
+            gate.wait_a_little(IDLE_POLL_MS)
+        return batch, running_batch
+
+    def after_batch(scheduler: Any, batch: Any) -> None:
+        gate.after_batch(batch.reqs)
+
+    def flushed(result: bool, scheduler: Any, empty_cache: bool = True) -> bool:
+        if result:
+            gate.on_flush()
+        return result
+
+    def removed(cache: Any, node: Any, medium: Any = None) -> None:
+        if cache.token_to_kv_pool_allocator is not None:  # not the one that the scheduling policy simulates with
+            gate.on_radix_removed(node.key.token_ids)
+
+    def cleared(cache: Any) -> None:
+        if cache.token_to_kv_pool_allocator is not None:
+            gate.on_radix_cleared()
+
+    scheduler_class = "sglang.srt.managers.scheduler.Scheduler"
+    events = "sglang.srt.mem_cache.events.KVCacheEventMixin"
+    receiver = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+    hooks = [
+        Hook(
+            target="sglang.srt.managers.mm_utils.init_mm_embedding_cache",
+            function=use_view,
+            kind="after",
+            why="prefill reads features from the slab",
+            parameters=("max_size",),
+        ),
+        Hook(
+            target=f"{scheduler_class}.init_request_dispatcher",
+            function=add_messages,
+            kind="after",
+            why="the scheduler understands the encoder worker's messages",
+        ),
+        Hook(
+            target=f"{receiver}._pull_raw_reqs",
+            function=pull_messages,
+            kind="after",
+            why="the encoder worker's messages reach every rank in one order",
+        ),
+        Hook(
+            target=f"{scheduler_class}.handle_generate_request",
+            function=track,
+            kind="before",
+            why="follow requests with images",
+            parameters=("recv_req",),
+        ),
+        Hook(
+            target=f"{scheduler_class}._get_new_batch_prefill_raw",
+            function=admit,
+            kind="around",
+            why="pass over requests whose features are not ready",
+            parameters=("prefill_delayer_single_pass", "running_batch"),
+        ),
+        Hook(
+            target=f"{scheduler_class}._maybe_clear_mm_inputs",
+            function=after_batch,
+            kind="before",
+            why="release features after the prefill",
+            parameters=("batch",),
+        ),
+        Hook(
+            target=f"{scheduler_class}.flush_cache",
+            function=flushed,
+            kind="after",
+            why="a flush empties the feature store too",
+            parameters=("empty_cache",),
+        ),
+        Hook(
+            target=f"{events}._record_remove_event",
+            function=removed,
+            kind="before",
+            why="features are wanted again when the RadixCache loses their tokens",
+            parameters=("node", "medium"),
+        ),
+        Hook(
+            target=f"{events}._record_all_cleared_event",
+            function=cleared,
+            kind="before",
+            why="the same, when the RadixCache is reset",
+        ),
+    ]
+    if on_gpu:
+
+        def trust_length(original: Callable[..., Any], embedding: torch.Tensor, mask: Any, logger: Any) -> torch.Tensor:
+            return embedding
+
+        hooks.append(
+            Hook(
+                target="sglang.srt.managers.mm_utils._adjust_embedding_length",
+                function=trust_length,
+                kind="around",
+                why="the number of placeholders is known; counting them on the device would stall the scheduler",
+                parameters=("embedding", "mask", "logger"),
+            )
+        )
+    return hooks
+
+
+def run_scheduler_process(
+    config: SpaceServeConfig,
+    channels: Channels,
+    family: Family,
+    server_args: Any,
+    port_args: Any,
+    gpu_id: int,
+    tp_rank: int,
+    attn_cp_rank: int,
+    moe_dp_rank: int,
+    moe_ep_rank: int,
+    pp_rank: int,
+    dp_rank: int | None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """SGLang's `run_scheduler_process` behind our hooks; the first three arguments are bound by the launcher.
+
+    It waits for the encoder worker first: SGLang sizes the KV cache by the device's free memory, and the worker must
+    have taken its share before.
+    """
+    from sglang.srt.managers.scheduler import run_scheduler_process as original
+
+    is_entry_rank = tp_rank == 0 and attn_cp_rank == 0 and pp_rank == 0
+    link = EncoderLink(channels, dp_rank or 0) if is_entry_rank else None
+    view = FeatureView()
+    gate = EncoderGate(view, link, config.encoder_timeout_s)
+    install(decoder_only_hooks(family) + gate_hooks(gate, view, on_gpu=server_args.device == "cuda"))
+    if link is not None:
+        link.wait_for_worker()
+    original(
+        server_args,
+        port_args,
+        gpu_id,
+        tp_rank,
+        attn_cp_rank,
+        moe_dp_rank,
+        moe_ep_rank,
+        pp_rank,
+        dp_rank,
+        *args,
+        **kwargs,
+    )
