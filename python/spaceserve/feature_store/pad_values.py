@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PAD_VALUE_SPACE = 1 << 30  # SGLang 0.5.17: managers/schedule_batch.py, _compute_pad_value
-# A KV pool of a million tokens holds fewer images than this many; each entry takes about 270 bytes.
+# A KV pool of a million tokens holds fewer images than this many; each entry takes about 170 bytes (tracemalloc).
 DEFAULT_CAPACITY = 1 << 18
 _NUM_ROUNDS = 8
 
@@ -74,6 +74,11 @@ class PadValueRegistry:
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether the digest has a value now: if not, no RadixCache can hold tokens that would match it."""
+        with self._lock:
+            return digest in self._values
 
     def assign(self, digests: Sequence[bytes]) -> PadAssignment:
         """Pad values of one request's images, all of one namespace; equal digests get equal values.
