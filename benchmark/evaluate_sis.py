@@ -228,7 +228,8 @@ def measures(done: Sequence[Request], load: Sequence[Segment], tpot_target_ms: f
             "num_requests": len(some),
         }
 
-    segments = {s.name: of([r for r in done if r.segment == i]) for i, s in enumerate(load)}
+    by_segment = {s.name: [r for r in done if r.segment == i] for i, s in enumerate(load)}
+    segments = {name: of(some) for name, some in by_segment.items() if some}
     return {"all": of(done), "segments": segments}
 
 
@@ -284,7 +285,8 @@ def evaluate(curves: DeviceCurves, options: argparse.Namespace) -> dict[str, obj
     step = 8 if total >= 64 else 1 if total <= 8 else 2
     rungs = (*range(step, total, step), total)
     scale = total / 132 * options.load
-    load = tuple(replace(s, duration_s=s.duration_s * options.duration) for s in LOAD)
+    # A smaller device is a slower one: longer segments give it as many requests.
+    load = tuple(replace(s, duration_s=s.duration_s * options.duration * 132 / total) for s in LOAD)
     requests = arrivals(load, scale, options.seed)
     device = Device(curves, options.mask_mode, options.unmasked_slowdown, options.error, options.seed)
     rows: dict[str, dict[str, object]] = {}

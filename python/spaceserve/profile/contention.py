@@ -173,7 +173,7 @@ def _neighbour_main(pipe: Any, shape_json: Mapping[str, Any], sizes: LoadSizes, 
 
 
 class CpuPairTimer(PairTimer):
-    def __init__(self, shape: ModelShape, sizes: LoadSizes, partitioner: Partitioner, budget_ms: float = 15.0) -> None:
+    def __init__(self, shape: ModelShape, sizes: LoadSizes, partitioner: Partitioner, budget_ms: float = 10.0) -> None:
         self._loads = make_loads(shape, torch.device("cpu"), torch.float32, sizes)
         self._budget_ms = budget_ms
         self._timer = CpuTimer()

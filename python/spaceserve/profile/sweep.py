@@ -62,16 +62,16 @@ QUICK = Grid(
 )
 # Cores instead of SMs: the same loop, sizes that a core handles in milliseconds.
 CPU_QUICK = Grid(
-    patches=(16, 64, 256),
-    lengths=(16, 64, 256),
+    patches=(16, 128),
+    lengths=(16, 128),
     counts=(1, 4),
-    batches=(1, 4, 8),
+    batches=(1, 8),
     contexts=(16, 128),
     tokens=(16, 64),
     prefixes=(0, 64),
     max_patches=512,
     max_kv_tokens=1024,
-    budget_ms=2.0,
+    budget_ms=1.0,
     num_encoder_rungs=2,
 )
 CPU_FULL = Grid(
