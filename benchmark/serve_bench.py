@@ -42,7 +42,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-words", type=int, default=64)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on every image side, for small machines")
     parser.add_argument("--budget-s", type=float, default=560.0, help="bound on the whole call")
-    parser.add_argument("--start-estimate-s", type=float, default=70.0, help="expected start of one server")
+    parser.add_argument("--start-estimate-s", type=float, default=62.0, help="expected start of one server")
     parser.add_argument("--start-timeout-s", type=float, default=180.0)
     parser.add_argument("--drain-s", type=float, default=90.0, help="wait for answers after the last arrival")
     parser.add_argument("--common-flags", default="", help="flags for every server, e.g. '--load-format dummy'")

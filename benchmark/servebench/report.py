@@ -169,9 +169,9 @@ def _output_len(arms: dict[str, list[dict[str, Any]]]) -> int:
     return 128
 
 
-def best_stock(data: dict[str, Any], key: str, *, largest: bool = False) -> float | None:
-    """The best value of ``key`` among the stock arms of one slice: the better setting for each figure by itself."""
-    values = [arm["summary"].get(key) for arm in data["arms"] if not arm["ours"]]
+def best_stock(slices: Iterable[dict[str, Any]], key: str, *, largest: bool = False) -> float | None:
+    """The best value of ``key`` among the stock arms of ``slices``: the better setting for each figure by itself."""
+    values = [arm["summary"].get(key) for data in slices for arm in data["arms"] if not arm["ours"]]
     known = [value for value in values if value is not None]
     return (max(known) if largest else min(known)) if known else None
 
@@ -186,7 +186,7 @@ def pairs_table(slices: Sequence[dict[str, Any]]) -> str:
                 continue
             for key in keys:
                 largest = key in ("served_rate", "saturation_rate", GOODPUT_KEY)
-                ours, stock = arm["summary"].get(key), best_stock(data, key, largest=largest)
+                ours, stock = arm["summary"].get(key), best_stock([data], key, largest=largest)
                 if ours is not None and stock:
                     ratios[data["model"], data["workload"], arm["arm"]][key].append(ours / stock)
     rows = [
@@ -195,6 +195,10 @@ def pairs_table(slices: Sequence[dict[str, Any]]) -> str:
     ]
     header = ["model", "workload", "arm", "TPOT", "longest gap", "TTFT", "served", "goodput", "S"]
     return markdown(header, rows) if rows else "No pairs yet."
+
+
+def _trace_of(data: dict[str, Any]) -> tuple[str, str, int]:
+    return data["model"], data["workload"], data["repeat"]
 
 
 def check_target(target: Target, slices: Sequence[dict[str, Any]], text_tpot_ms: float | None) -> list[str] | None:
@@ -217,7 +221,9 @@ def check_target(target: Target, slices: Sequence[dict[str, Any]], text_tpot_ms:
         return f"{value.show(digits)}, {relation} {limit.mean:.{digits}f}: {'met' if met else '**missed**'}"
 
     def stock(key: str, factor: float, *, largest: bool = False) -> list[float | None]:
-        values = [best_stock(data, key, largest=largest) for _, data in pairs]
+        # Settings that did not fit into one call ran on the same trace in another.
+        same = [[d for d in slices if _trace_of(d) == _trace_of(data)] for _, data in pairs]
+        values = [best_stock(group, key, largest=largest) for group in same]
         return [None if value is None else value * factor for value in values]
 
     def ours(key: str) -> list[float | None]:
@@ -245,7 +251,7 @@ def check_target(target: Target, slices: Sequence[dict[str, Any]], text_tpot_ms:
 
 def targets_table(slices: Sequence[dict[str, Any]]) -> str:
     """Targets against measurements; the text-only TPOT is the mean over stock's text-only runs."""
-    texts = [best_stock(data, "tpot_mean_ms") for data in slices if data["workload"] == "text@10"]
+    texts = [best_stock([data], "tpot_mean_ms") for data in slices if data["workload"] == "text@10"]
     text = Spread.of(texts)
     rows = [row for target in TARGETS if (row := check_target(target, slices, text.mean if text else None))]
     if not rows:

@@ -41,7 +41,7 @@ class SessionConfig:
     num_words: int = 64
     scale: float = 1.0
     budget_s: float = 560.0
-    start_estimate_s: float = 70.0
+    start_estimate_s: float = 62.0
     start_timeout_s: float = 180.0
     drain_s: float = 90.0
     warmup_rounds: int = 2
@@ -61,8 +61,10 @@ class Job:
     arms: list[dict[str, Any]]
 
     def estimate_s(self) -> float:
-        """Expected time on one arm: arrivals, a drain, warm-up. A closed loop's time is unknown; assume 40 s."""
-        return (40.0 if self.trace.concurrency else self.trace.duration_s * 1.25 + 5.0) + 8.0
+        """Expected time on one arm: arrivals (beyond saturation, service), drain and warm-up; 40 s for a closed loop,
+        whose time is not known."""
+        overload = max(1.0, self.workload.rate) if self.workload.relative else 1.0
+        return (40.0 if self.trace.concurrency else self.trace.duration_s * overload * 1.05 + 15.0) + 10.0
 
 
 class Session:

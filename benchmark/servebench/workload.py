@@ -29,6 +29,12 @@ from typing import Any
 SCHEMA = 1
 DEFAULT_NUM_REQUESTS = 200
 MIX_SIZES = (448, 672, 1024, 1344, 2048)
+# Widths and heights of the kind that exam questions' pictures have, most below a megapixel, and how often each comes.
+MMMU_SIZES = (
+    *((448, 336), (512, 512), (640, 480), (800, 600), (896, 672), (672, 896)),
+    *((1024, 768), (1120, 560), (1344, 896), (1680, 1120), (2016, 1344)),
+)
+MMMU_WEIGHTS = (4, 4, 6, 6, 5, 3, 4, 3, 2, 1, 1)
 BURST_SIZE = 10
 TURNS_PER_CONVERSATION = 5
 IMAGES_PER_CONVERSATION = 2
@@ -193,13 +199,10 @@ def poisson_arrivals(rng: random.Random, count: int, rate: float) -> list[float]
 
 
 def _mmmu_image(rng: random.Random, seed: int, scale: float) -> ImageSpec:
-    """Sizes roughly as in MMMU-Pro: median near 700 pixels a side, a tail to 2,000, charts and photographs alike."""
-    side = min(2048.0, max(224.0, rng.lognormvariate(6.55, 0.45)))
-    aspect = rng.uniform(0.6, 1.8) ** 0.5
-    width, height = max(56, int(side * aspect * scale)), max(56, int(side / aspect * scale))
-    # A dozen widths and heights repeat, as they do in data sets of slides and scans; also bounds the warm-up.
-    width, height = -(-width // 112) * 112, -(-height // 112) * 112
-    return ImageSpec(seed, width, height, *(("chart", "png") if rng.random() < 0.5 else ("photo", "jpeg")))
+    """A chart or a photograph of one of ``MMMU_SIZES``: few enough sizes to warm each of them."""
+    (width, height), *_ = rng.choices(MMMU_SIZES, MMMU_WEIGHTS)
+    kind, file_format = ("chart", "png") if rng.random() < 0.5 else ("photo", "jpeg")
+    return ImageSpec(seed, max(56, int(width * scale)), max(56, int(height * scale)), kind, file_format)
 
 
 def make_trace(
@@ -256,7 +259,7 @@ def make_trace(
             TraceRequest(r.id, r.arrival_s, images, r.text_seeds, r.num_words, r.output_len)
             for r, images in zip(requests, shuffled, strict=True)
         ]
-    concurrency = min(saturation_concurrency(workload.size), count) if workload.kind == "sat" else None
+    concurrency = max(1, min(saturation_concurrency(workload.size), count // 5)) if workload.kind == "sat" else None
     return Trace(workload.name, seed, rate, tuple(requests), concurrency)
 
 
