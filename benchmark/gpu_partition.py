@@ -17,6 +17,7 @@ gpu_partition.json to --out and prints a table last. About a minute on one H200,
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing as mp
 import os
@@ -139,7 +140,7 @@ class Gpu:
         torch.cuda.set_device(self.device)
         torch.manual_seed(SEED)
         begin = time.perf_counter()
-        self.partitioner = GreenCtxPartitioner(device=self.device)
+        self.partitioner: Any = GreenCtxPartitioner(device=self.device)
         self.split_ms = (time.perf_counter() - begin) * 1e3
         self.total = self.partitioner.total_units
         self.probe = Probe(self.device)
@@ -230,7 +231,9 @@ def confinement_by_smid(gpu: Gpu) -> Json:
         return gpu.probe.occupy(stream, 50_000, gpu.probe.new_occupation(4 * num_sms)).sms()
 
     everything = seen(gpu.torch.cuda.current_stream(), gpu.total)
-    rows, previous, nested = [], set(), True
+    rows: list[Json] = []
+    previous: set[int] = set()
+    nested = True
     for rung in gpu.partitioner.rungs:
         group = gpu.partitioner.group(rung)
         mine = seen(group.stream, rung)
@@ -507,9 +510,9 @@ def carveout_effect(gpu: Gpu) -> Json:
     rows = []
     for m in NUM_PATCHES:
         x, weight, bias = gpu.bf16(m, WIDTH), gpu.bf16(MLP_WIDTH, WIDTH), gpu.bf16(MLP_WIDTH)
-        calls = {
+        calls: dict[str, Callable[[], Any]] = {
             "mm": gpu.gemm(m, MLP_WIDTH, WIDTH),
-            "linear+bias": lambda x=x, w=weight, b=bias: torch.nn.functional.linear(x, w, b),
+            "linear+bias": functools.partial(torch.nn.functional.linear, x, weight, bias),
         }
         for sms in (32, 64, 72, 96):
             group = gpu.partitioner.group(sms)

@@ -299,6 +299,19 @@ def test_a_daemon_left_by_a_killed_server_is_ended_by_the_next(environ: dict[str
             assert running.is_alive()
 
 
+@pytest.mark.parametrize("space", ["another-boot pid:[1]", ""])
+def test_a_daemon_of_another_container_is_left_alone(environ: dict[str, str], space: str) -> None:
+    """Its owner's process id means nothing here: it must not be taken for dead."""
+    foreign = Path(environ["TMPDIR"]) / "spaceserve-mps-foreign"
+    foreign.mkdir()
+    (foreign / "owner").write_text(f"{2**22 + 1} 17\n{space}")
+    with daemon(environ):
+        assert foreign.is_dir()
+    (foreign / "owner").write_text(f"{2**22 + 1} 17\n{mps._process_space()}")
+    with daemon(environ):
+        assert not foreign.exists()
+
+
 def wait_until(condition, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():

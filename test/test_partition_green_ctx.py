@@ -4,6 +4,7 @@ The stand-in (csrc/testing/fake_libcuda.c) is compiled with the CUDA headers and
 hardware does with the groups is in test_partition_gpu.py.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -57,33 +58,8 @@ def sms(stream):
 """
 
 
-@pytest.fixture(scope="module")
-def run_with_fake_driver(tmp_path_factory: pytest.TempPathFactory):
-    include = cuda_include()
-    if include is None or shutil.which("cc") is None:
-        pytest.skip("needs cuda.h and a C compiler")
-    directory = tmp_path_factory.mktemp("driver")
-    command = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{include}", "-o", str(directory / "libcuda.so.1")]
-    subprocess.run([*command, str(FAKE_SOURCE)], check=True)
-
-    def run(body: str) -> str:
-        path = f"{directory}:{os.environ.get('LD_LIBRARY_PATH', '')}"
-        result = subprocess.run(
-            [sys.executable, "-c", PREAMBLE + body],
-            env={**os.environ, "LD_LIBRARY_PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    return run
-
-
-def test_every_rung_is_disjoint_from_its_complement_and_everything_is_destroyed(run_with_fake_driver) -> None:
-    output = run_with_fake_driver("""
+BODIES = {
+    "rungs": """
 p = Partitioner(min_units=16)
 assert p.rungs == (*range(16, 121, 8), 132), p.rungs   # the stand-in refuses 128
 for rung in p.rungs[:-1]:
@@ -100,16 +76,12 @@ for rung in p.rungs[:-1]:
     extra = group.new_stream(-1)
     assert extra != group.stream and sms(extra) == sms(group.stream)
 assert p.group(60).stream == p.group(64).stream         # one green context for a rung
-print(fake.fake_live_contexts(), fake.fake_live_streams())
+assert (fake.fake_live_contexts(), fake.fake_live_streams()) == (27, 40)
 p.close()
 p.close()
-print(fake.fake_live_contexts(), fake.fake_live_streams())
-""")
-    assert output.split() == ["27", "40", "0", "0"]
-
-
-def test_two_partitioners_pick_the_same_sms(run_with_fake_driver) -> None:
-    run_with_fake_driver("""
+assert (fake.fake_live_contexts(), fake.fake_live_streams()) == (0, 0)
+""",
+    "two partitioners": """
 a, b = Partitioner(), Partitioner()
 assert a.rungs[0] == 8
 assert sms(a.group(64).stream) == sms(b.group(64).stream)
@@ -118,11 +90,8 @@ a.close()
 assert fake.fake_live_contexts() == 2    # the other partitioner's group and complement
 b.close()
 assert fake.fake_live_contexts() == 0
-""")
-
-
-def test_sizes_that_the_hardware_cannot_split_are_refused(run_with_fake_driver) -> None:
-    run_with_fake_driver("""
+""",
+    "sizes": """
 for sizes, words in (({"step": 4}, "multiples of 8"), ({"step": 0}, "multiples of 8"), ({"min_units": 4}, "8 SMs or")):
     try:
         Partitioner(**sizes)
@@ -131,7 +100,53 @@ for sizes, words in (({"step": 4}, "multiples of 8"), ({"step": 0}, "multiples o
     else:
         raise AssertionError(sizes)
 assert fake.fake_live_contexts() == 0
-""")
+""",
+}
+
+RUN_ALL = """
+import json, sys, traceback
+results = {}
+for name, body in json.loads(sys.argv[1]).items():
+    try:
+        exec(body, dict(globals()))
+        results[name] = ""
+    except BaseException:
+        results[name] = traceback.format_exc()
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of BODIES raised, "" for nothing: all in one process, which the stand-in driver is loaded into."""
+    include = cuda_include()
+    if include is None or shutil.which("cc") is None:
+        pytest.skip("needs cuda.h and a C compiler")
+    directory = tmp_path_factory.mktemp("driver")
+    command = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", f"-I{include}", "-o", str(directory / "libcuda.so.1")]
+    subprocess.run([*command, str(FAKE_SOURCE)], check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + RUN_ALL, json.dumps(BODIES)],
+        env={**os.environ, "LD_LIBRARY_PATH": f"{directory}:{os.environ.get('LD_LIBRARY_PATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_every_rung_is_disjoint_from_its_complement_and_everything_is_destroyed(outcomes: dict[str, str]) -> None:
+    assert outcomes["rungs"] == ""
+
+
+def test_two_partitioners_pick_the_same_sms(outcomes: dict[str, str]) -> None:
+    assert outcomes["two partitioners"] == ""
+
+
+def test_sizes_that_the_hardware_cannot_split_are_refused(outcomes: dict[str, str]) -> None:
+    assert outcomes["sizes"] == ""
 
 
 def test_a_driver_error_is_named() -> None:

@@ -218,7 +218,7 @@ class MpsDaemon:
         parent = _short_temp_directory(self._environ)
         reap_abandoned(parent, self._executable)
         self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        (self._root / _OWNER_FILE).write_text(_identity(os.getpid()))
+        (self._root / _OWNER_FILE).write_text(f"{_identity(os.getpid())}\n{_process_space()}")
         self.pipe_directory, self.log_directory = self._root / "pipe", self._root / "log"
         self.pipe_directory.mkdir(mode=0o700)
         self.log_directory.mkdir(mode=0o700)
@@ -348,26 +348,25 @@ def reap_abandoned(parent: Path, executable: str | None) -> list[Path]:
     """End daemons that servers of this user left behind when they were killed, and remove their directories.
 
     Returns:
-        The directories removed. Those whose owner still runs, and other users', are left alone.
+        The directories removed. Those whose owner still runs are left alone, and so are other users', and those of
+        another container or boot that shares the temporary directory: their processes cannot be seen from here.
     """
     removed = []
     for root in sorted(parent.glob(_PREFIX + "*")):
         try:
-            identity = (root / _OWNER_FILE).read_text()
-            if root.stat().st_uid != os.getuid():
-                continue
+            identity, _, space = (root / _OWNER_FILE).read_text().partition("\n")
+            is_ours = root.stat().st_uid == os.getuid() and space == _process_space()
         except OSError:
             continue
-        pid_text = identity.split()[0] if identity.split() else ""
-        if pid_text.isdigit() and _identity(int(pid_text)) == identity:
+        pid_text = identity.partition(" ")[0]
+        if not is_ours or not pid_text.isdigit() or _identity(int(pid_text)) == identity:
             continue
         pipe_directory = root / "pipe"
-        servers: list[int] = []
         if executable is not None and _daemon_pids(pipe_directory):
             with contextlib.suppress(MpsError):
                 send_command(executable, pipe_directory, "quit -t 1", environ=os.environ, timeout_s=_COMMAND_TIMEOUT_S)
         try:
-            end_processes(pipe_directory, servers)
+            end_processes(pipe_directory, [])
         except MpsError as error:
             logger.warning("MPS: %s", error)
             continue
@@ -395,6 +394,12 @@ def _identity(pid: int) -> str:
     """Process id with its start time, which tells a process from a later one of the same number."""
     fields = _stat_fields(pid)
     return f"{pid} {fields[19]}" if fields and fields[0] != "Z" else f"{pid} gone"
+
+
+def _process_space() -> str:
+    """Names the boot and the process id namespace in which process ids mean what they mean here."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _is_running(pid: int) -> bool:
