@@ -76,6 +76,7 @@ def test_a_forgotten_image_gets_a_new_value() -> None:
     for i in (1, 2):
         registry.item_hash(digest(i))
     assert len(registry) == 2
+    assert [registry.knows(digest(i)) for i in range(4)] == [False, True, True, False]
     assert registry.item_hash(digest(0)) % 2**30 != old % 2**30
 
 
