@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ MAX_PIXELS = 448 * 448
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_POSITION_EMBEDDINGS = 4096
+
+
+def processed_size(width: int, height: int) -> tuple[int, int]:
+    """Return the size, (width, height), to which Qwen2-VL's image processor brings a picture (its `smart_resize`)."""
+    new_width, new_height = round(width / CELL_SIZE) * CELL_SIZE, round(height / CELL_SIZE) * CELL_SIZE
+    if new_width * new_height > MAX_PIXELS:
+        shrink = math.sqrt(width * height / MAX_PIXELS)
+        new_width = max(CELL_SIZE, math.floor(width / shrink / CELL_SIZE) * CELL_SIZE)
+        new_height = max(CELL_SIZE, math.floor(height / shrink / CELL_SIZE) * CELL_SIZE)
+    elif new_width * new_height < MIN_PIXELS:
+        grow = math.sqrt(MIN_PIXELS / (width * height))
+        new_width = math.ceil(width * grow / CELL_SIZE) * CELL_SIZE
+        new_height = math.ceil(height * grow / CELL_SIZE) * CELL_SIZE
+    return new_width, new_height
 
 
 def model_config() -> dict[str, Any]:

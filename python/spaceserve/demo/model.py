@@ -216,9 +216,9 @@ class DemoModel(nn.Module):
 
 
 def initialise(model: DemoModel, seed: int, gain: float = 1.0) -> None:
-    """Fill the weights in place: 1 / sqrt(fan-in) scaled by `gain`, residual branches smaller, embeddings of unit RMS / 16.
+    """Fill the weights in place: 1 / sqrt(fan-in) scaled by `gain`, residual branches smaller.
 
-    Tied embeddings set the scale of both the residual stream and the logits; RMS norms make the stream's scale free,
+    Tied embeddings (rows of norm `gain`) set the scale of the residual stream and of the logits; RMS norms make the stream's scale free,
     so embeddings are small for the logits' sake and the merger's last layer is scaled to match them.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -19,25 +19,29 @@ SPECIAL_TOKENS = (
 )
 
 # Words at the start of a line or an answer, without a blank before them.
-_OPENERS = """
-system user assistant What Which How Is Are Does Do Can Name Count Describe Tell Read Look In There The A An yes no
-the a Give Say Please Hello I You It Write no
-""".split()
+_OPENERS = (
+    "system user assistant What Which How Is Are Does Do Can Name Count Describe Tell Read Look In About There "
+    "The A An Hello Hi Who Show Spell Answer You I yes no the a an only"
+)
 
 # Words inside a sentence, with the blank before them.
-_INNER = """
-a an the of in on is are it there this that these what which how many much colour color shape shapes object objects
-thing things figure picture image images background first second third last left right above below larger smaller bigger
-or and letter digit number word written says text read see you do does have has contain contains shown drawn visible
-larger further farther left-hand kind one two three four five six any me describe please count total only name say
-answer with briefly short words can between painted behind everything find to all tell about being not
-I questions pictures show ask helpful write spell out side size by for same
-""".split()
+_INNER = (
+    "a an the of in on is are it there this that these what which how many colour color shape shapes object "
+    "objects thing things figure picture image images pictures background first second third last left right "
+    "above below larger smaller bigger and or letter digit number word written says text read see you do does "
+    "have has contain shown drawn visible further kind one two three four five six any me describe count total "
+    "only name say answer answers with briefly can behind everything find to tell about not questions show ask "
+    "helpful assistant spell out side here than look who at by"
+)
+
+
+def plural(shape: str) -> str:
+    """Return the plural of a shape's name."""
+    return shape + ("es" if shape == "cross" else "s")
 
 
 def word_tokens() -> list[str]:
     """Return the multi-byte tokens in the order of their ids, as plain text (a leading blank is part of a token)."""
-    plural = [shape + ("es" if shape == "cross" else "s") for shape in SHAPES]
-    words = [*_OPENERS, *COLOURS, *SHAPES]
-    words += [" " + word for word in (*COLOURS, *SHAPES, *plural, *_INNER)]
-    return [word for word in dict.fromkeys(words) if len(word) > 1 and "-" not in word]
+    words = [*_OPENERS.split(), *COLOURS, *SHAPES]
+    words += [" " + word for word in (*COLOURS, *SHAPES, *map(plural, SHAPES), *_INNER.split())]
+    return [word for word in dict.fromkeys(words) if len(word) > 1]
