@@ -239,6 +239,18 @@ def test_passed_over_request_is_asked_for_before_a_younger_window() -> None:
     assert asked == ["head", "wide"], "room goes to the older window first"
 
 
+def test_request_served_by_others_is_not_asked_for() -> None:
+    """Its only item is in the batch already: a refusal of room that it does not need must hold nobody back."""
+    queue = queue_of(
+        "twsrft",
+        10,
+        ("head", 0.0, [item("shared", 6)]),
+        ("same", 0.5, [item("shared", 6)]),
+        ("young", 1.0, [item("y", 2)]),
+    )
+    assert keys(queue.next_batch(1.0, lambda rid: rid != "same")) == ["shared", "y"]
+
+
 def test_snapshot_is_json_and_complete() -> None:
     import json
 

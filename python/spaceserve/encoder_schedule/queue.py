@@ -94,6 +94,15 @@ class EncodeQueue:
                 self._want(request, item)
         self._reposition(request)
 
+    def mark_reserved(self, rid: str) -> None:
+        """The feature store holds room for all that remains of request rid, items added since it was asked included.
+
+        Such a request goes on while older windows are refused: it would otherwise hold what they wait for.
+        """
+        request = self._requests.get(rid)
+        if request is not None:
+            request.reserved = True
+
     def cancel(self, rid: str) -> None:
         """Request rid wants nothing any more (aborted, finished). Unknown requests are ignored.
 
