@@ -567,6 +567,8 @@ def interference(arm_s: float) -> Json:
         without_mps = [Peer({"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent-mps"}) for _ in range(2)]
         result: Json = {"mps": guarded(measure_arms, daemon.client_environ, arm_s)}
         result["daemon_alive_after"] = daemon.is_alive()
+        if failures(result):
+            result["mps_log"] = daemon.log_tail()
         result["num_mps_servers"] = len(daemon.server_pids())
     result["daemon_ended"] = not daemon.is_alive()
     result["time_sliced"] = guarded(measure_time_sliced, *without_mps, arm_s)

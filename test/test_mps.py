@@ -117,6 +117,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     temp = Path(f"/tmp/ssmps{os.getpid()}")
     temp.mkdir(exist_ok=True)
     monkeypatch.setattr(mps, "_KILL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mps, "_EXTRA_DIRECTORIES", ())
     environ = {
         "PATH": f"{directory}:{os.environ['PATH']}",
         "TMPDIR": str(temp),
@@ -151,6 +152,9 @@ def test_own_daemon_starts_answers_and_ends(environ: dict[str, str], caplog: pyt
         # 107 bytes is the limit of a socket's path.
         assert len(str(running.pipe_directory / "control")) < 100
         assert running.pipe_directory.stat().st_mode & 0o077 == 0
+        assert running.log_tail() == []
+        (running.log_directory / "server.log").write_text("first\nlast\n")
+        assert running.log_tail(1) == ["server.log: last"]
         assert running.start() is running
         assert len(mps_processes()) == 1
         running._command("start_server -uid 0")

@@ -33,6 +33,9 @@ CONTROL = "nvidia-cuda-mps-control"
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 
+# Where driver installations of container runtimes put it without extending the PATH.
+_EXTRA_DIRECTORIES = ("/usr/local/nvidia/bin",)
+
 _PREFIX = "spaceserve-mps-"
 _OWNER_FILE = "owner"
 _COMMAND_TIMEOUT_S = 10.0
@@ -67,7 +70,8 @@ class MpsDaemon:
 
     Args:
         environ: environment to read, ``os.environ`` by default.
-        executable: the control program; by default looked up on ``environ``'s PATH.
+        executable: the control program; by default looked up on ``environ``'s PATH, then in
+            ``/usr/local/nvidia/bin``.
         gpu_present: tells whether there is a GPU (tests).
 
     Attributes:
@@ -84,7 +88,8 @@ class MpsDaemon:
         gpu_present: Callable[[], bool] = gpu_is_present,
     ) -> None:
         self._environ = dict(os.environ if environ is None else environ)
-        self._executable = executable or shutil.which(CONTROL, path=self._environ.get("PATH"))
+        search_path = os.pathsep.join((self._environ.get("PATH", os.defpath), *_EXTRA_DIRECTORIES))
+        self._executable = executable or shutil.which(CONTROL, path=search_path)
         self._gpu_present = gpu_present
         self._root: Path | None = None
         self._owner_pid = os.getpid()
@@ -150,6 +155,15 @@ class MpsDaemon:
         pids = [int(line) for line in self._command("get_server_list").split() if line.isdigit()]
         self._known_servers = pids
         return pids
+
+    def log_tail(self, num_lines: int = 20) -> list[str]:
+        """Last lines of the daemon's logs, for a report of what went wrong. Empty where the directory is not known."""
+        lines: list[str] = []
+        for name in ("control.log", "server.log"):
+            with contextlib.suppress(OSError):
+                text = ((self.log_directory or Path("/nonexistent")) / name).read_text(errors="replace")
+                lines += [f"{name}: {line}" for line in text.splitlines()[-num_lines:]]
+        return lines
 
     def restart(self) -> bool:
         """Start a daemon of our own again, in the same directories, so that new clients find it as the old ones did.
