@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import math
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -49,11 +50,29 @@ def test_bound_of_one_size() -> None:
         bound_model.bound([], {1: 5.0}, 1.0, 128)
 
 
-def test_a_mix_waits_longer_than_its_mean_size_does() -> None:
-    mixed = bound_model.bound([PartCosts(20, 20), PartCosts(250, 110)], {1: 5.0}, 2.0, 128)
-    even = bound_model.bound([PartCosts(135, 65)], {1: 5.0}, 2.0, 128)
-    assert mixed.max_rate_overlap == pytest.approx(even.max_rate_overlap)
-    assert mixed.ttft_ms > even.ttft_ms
+def test_the_wait_of_a_mix_is_that_of_a_simulated_queue() -> None:
+    """Pre-emptive smaller-first queue, simulated with the same sizes; within the simulation's error."""
+    parts, rate = [PartCosts(20, 20), PartCosts(250, 110)], 3.0
+    mixed = bound_model.bound(parts, {1: 5.0}, rate, 128)
+    assert mixed.max_rate_overlap == pytest.approx(5.0)
+    rng = random.Random(1)
+    clock, total = 0.0, 0.0
+    queues: list[list[list[float]]] = [[], []]  # [arrival, remaining] per size, first come first served
+    count = 60_000
+    for _ in range(count):
+        gap = rng.expovariate(rate)
+        while gap > 0 and (queue := queues[0] or queues[1]):
+            step = min(gap, queue[0][1])
+            clock, gap, queue[0][1] = clock + step, gap - step, queue[0][1] - step
+            if queue[0][1] <= 1e-12:
+                total += clock - queue.pop(0)[0]
+        clock += gap
+        size = rng.randrange(2)
+        queues[size].append([clock, (0.04, 0.36)[size]])
+    left = sum(map(len, queues))
+    assert mixed.ttft_ms == pytest.approx(total / (count - left) * 1e3, rel=0.05)
+    one_size = bound_model.bound([PartCosts(135, 65)], {1: 5.0}, rate, 128)
+    assert one_size.ttft_ms == pytest.approx(200 + 0.6 * 200 / (2 * 0.4))
 
 
 @settings(max_examples=50, deadline=None)

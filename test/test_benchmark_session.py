@@ -95,6 +95,7 @@ def test_a_session_stores_one_slice_per_workload_and_is_not_run_twice(tmp_path: 
     relative = Workload.parse("fixed:224@0.5Sx4")
     results = Results(tmp_path / "results")
     saturation = results.saturation("tiny", relative)
+    assert saturation is not None
     assert saturation == slices["sat:224x200"]["arms"][1]["summary"]["saturation_rate"]
     trace = results.trace("tiny", relative, 0, seed=1, output_len=6)
     assert trace.rate == pytest.approx(0.5 * saturation, rel=1e-3)

@@ -104,8 +104,8 @@ def test_a_mix_holds_every_size_in_equal_shares() -> None:
 def test_bursts_arrive_together_and_turns_share_images() -> None:
     burst = make_trace(Workload.parse("burst:448@4x30"), 1)
     for group in range(3):
-        members = burst.requests[group * BURST_SIZE : (group + 1) * BURST_SIZE]
-        assert len({member.arrival_s for member in members}) == 1
+        together = burst.requests[group * BURST_SIZE : (group + 1) * BURST_SIZE]
+        assert len({request.arrival_s for request in together}) == 1
     turns = make_trace(Workload.parse("turns:448@4x50"), 1)
     conversations: dict[tuple[ImageSpec, ...], list[TraceRequest]] = {}
     for request in turns.requests:

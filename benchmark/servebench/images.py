@@ -49,18 +49,19 @@ def render(spec: ImageSpec) -> bytes:
 
 
 def _photo(spec: ImageSpec) -> Image.Image:
-    """A random field with energy falling with frequency, as in photographs: JPEG sizes come out near a camera's."""
+    """Random fields of ever finer cells, each fainter than the coarser ones, and grain: energy falls with frequency as
+    in photographs, and JPEG files come out near a camera's size (about 2 bits per pixel)."""
     rng = np.random.default_rng(spec.seed)
-    field = np.zeros((spec.height, spec.width, 3), dtype=np.float32)
-    cells = 4
-    amplitude = 60.0
-    while cells < max(spec.width, spec.height):
-        coarse = Image.fromarray(rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
-        smooth = coarse.resize((spec.width, spec.height), Image.Resampling.BILINEAR)
-        field += (np.asarray(smooth, dtype=np.float32) - 127.5) * (amplitude / 127.5)
-        cells *= 4
-        amplitude *= 0.45
-    return Image.fromarray(np.clip(field + 127.5, 0, 255).astype(np.uint8))
+    size = (spec.width, spec.height)
+
+    def field(width: int, height: int) -> Image.Image:
+        return Image.frombytes("RGB", (width, height), rng.bytes(width * height * 3))
+
+    image, cells = field(4, 4).resize(size, Image.Resampling.BILINEAR), 12
+    while cells < max(size):
+        image = Image.blend(image, field(cells, cells).resize(size, Image.Resampling.BILINEAR), 0.25)
+        cells *= 3
+    return Image.blend(image, field(*size), 0.04)
 
 
 def _chart(spec: ImageSpec) -> Image.Image:
