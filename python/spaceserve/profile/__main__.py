@@ -127,7 +127,7 @@ def profile(
             sizes = contention.GPU_LOAD if on_gpu else contention.CPU_LOAD
             pair: contention.PairTimer
             if isinstance(timer, CudaTimer):
-                pair = contention.CudaPairTimer(contention.make_loads(shape, device, dtype, sizes), timer)
+                pair = contention.CudaPairTimer(contention.make_loads(shape, device, dtype, sizes), timer.use_graphs)
             else:
                 pair = contention.CpuPairTimer(shape, sizes, partitioner)
             try:

@@ -25,7 +25,7 @@ from spaceserve.sis.shapes import ModelShape
 
 from .kernels import choose_kernels
 from .models import DecoderModel, EncoderModel
-from .timing import CpuTimer, CudaTimer, Run
+from .timing import CpuTimer, Run
 
 logger = logging.getLogger(__name__)
 
@@ -74,39 +74,49 @@ class PairTimer(ABC):
 
 
 class CudaPairTimer(PairTimer):
-    """Graphs of both sides on streams of two groups. Raises RuntimeError where the neighbour never lasts."""
+    """Both sides on streams of two groups, from graphs. Raises RuntimeError where the neighbour never lasts."""
 
-    def __init__(self, loads: Mapping[str, Run], timer: CudaTimer, budget_ms: float = 60.0) -> None:
+    def __init__(self, loads: Mapping[str, Run], use_graphs: bool, budget_ms: float = 60.0) -> None:
         self._loads = dict(loads)
-        self._timer = timer
+        self._use_graphs = use_graphs
         self._budget_ms = budget_ms
+        self._second_streams: dict[int, torch.cuda.Stream] = {}
 
     def alone(self, side: str, group: UnitGroup) -> float:
-        return self._timer.measure(self._loads[side], group, self._budget_ms)
+        stream = _stream_of(group)
+        run = self._prepared(side, stream)
+        with torch.cuda.stream(stream):
+            first_ms = _timed_calls(run, 2)[-1]
+            return statistics.median(_timed_calls(run, max(5, int(self._budget_ms / first_ms))))
 
     def beside(self, side: str, group: UnitGroup, other: str, other_group: UnitGroup) -> float:
-        own_run, other_run = self._prepared(side, group), self._prepared(other, other_group)
+        own_stream = _stream_of(group)
+        other_stream = _stream_of(other_group)
+        if other_stream == own_stream:
+            # Both on the whole device: one stream would make them take turns.
+            other_stream = self._second_streams.setdefault(group.granted, torch.cuda.Stream(own_stream.device))
         own_ms, other_ms = self.alone(side, group), self.alone(other, other_group)
+        own, neighbour = self._prepared(side, own_stream), self._prepared(other, other_stream)
         calls = max(5, int(self._budget_ms / own_ms))
-        others = max(4, int(2.0 * calls * own_ms / other_ms))
-        for _ in range(5):
-            samples, lasted = self._run_pair(own_run, group, calls, other_run, other_group, others)
+        neighbour_calls = max(4, int(2.0 * calls * own_ms / other_ms))
+        for _ in range(6):
+            samples, lasted = _run_pair(own, own_stream, calls, neighbour, other_stream, neighbour_calls)
             if lasted:
-                # The first calls meet a neighbour that is only starting.
-                return statistics.median(samples[1:])
-            others *= 2
+                return statistics.median(samples)
+            neighbour_calls *= 2
         raise RuntimeError(f"{other} never outlasted {side}: no time beside it")
 
     def close(self) -> None:
         self._loads = {}
 
-    def _prepared(self, side: str, group: UnitGroup) -> Run:
-        """A graph of one call captured in the group, or the plain call where graphs are off."""
+    def _prepared(self, side: str, stream: torch.cuda.Stream) -> Run:
+        """A graph of one call captured on the stream, or the plain call where graphs are off."""
         run = self._loads[side]
-        with group.activate():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             run()
-            torch.cuda.current_stream().synchronize()
-            if not self._timer.use_graphs:
+            stream.synchronize()
+            if not self._use_graphs:
                 return run
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
@@ -116,39 +126,68 @@ class CudaPairTimer(PairTimer):
                 graph.capture_end()
         return graph.replay
 
-    @staticmethod
-    def _run_pair(
-        own: Run, group: UnitGroup, calls: int, other: Run, other_group: UnitGroup, others: int
-    ) -> tuple[list[float], bool]:
-        torch.cuda.synchronize()
-        started, finished = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        launched = threading.Event()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
 
-        def launch_other() -> None:
-            # A thread of its own: eager launches of the two sides must not wait for one another.
-            with other_group.activate(ordered=False):
-                for i in range(others):
-                    other()
+def _stream_of(group: UnitGroup) -> torch.cuda.Stream:
+    assert group.stream is not None, f"{group!r} has no stream"
+    return group.stream
+
+
+def _timed_calls(run: Run, calls: int) -> list[float]:
+    """ms of each of `calls` calls back to back on the current stream."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def _run_pair(
+    own: Run,
+    own_stream: torch.cuda.Stream,
+    calls: int,
+    neighbour: Run,
+    neighbour_stream: torch.cuda.Stream,
+    neighbour_calls: int,
+) -> tuple[list[float], bool]:
+    """Times of `own` beside the neighbour, and whether the neighbour ran until after the last of them."""
+    torch.cuda.synchronize()
+    started, finished = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
+    launched = threading.Event()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    failures: list[BaseException] = []
+
+    def launch_neighbour() -> None:
+        # A thread of its own: eager launches of the two sides must not wait for one another.
+        try:
+            with torch.inference_mode(), torch.cuda.stream(neighbour_stream):
+                for i in range(neighbour_calls):
+                    neighbour()
                     if i == 0:
                         started.record()
                         launched.set()
                 finished.record()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            launched.set()
 
-        thread = threading.Thread(target=launch_other)
-        thread.start()
-        launched.wait()
-        with group.activate(ordered=False):
-            # The neighbour has done its first call and goes on: from here to the end the two overlap.
-            torch.cuda.current_stream().wait_event(started)
-            for i in range(calls):
-                marks[i].record()
-                own()
-            marks[calls].record()
-        thread.join()
-        torch.cuda.synchronize()
-        samples = [a.elapsed_time(b) for a, b in pairwise(marks)]
-        return samples, marks[calls].elapsed_time(finished) > 0.0
+    thread = threading.Thread(target=launch_neighbour)
+    thread.start()
+    launched.wait()
+    with torch.cuda.stream(own_stream):
+        # The neighbour has done its first call and goes on: from here to the end the two overlap.
+        own_stream.wait_event(started)
+        for i in range(calls):
+            marks[i].record()
+            own()
+        marks[calls].record()
+    thread.join()
+    torch.cuda.synchronize()
+    if failures:
+        raise RuntimeError(f"the neighbour failed: {failures[0]}") from failures[0]
+    return [a.elapsed_time(b) for a, b in pairwise(marks)], marks[calls].elapsed_time(finished) > 0.0
 
 
 def _neighbour_main(pipe: Any, shape_json: Mapping[str, Any], sizes: LoadSizes, backend: str, total_units: int) -> None:

@@ -25,12 +25,16 @@ class Timer(ABC):
     """Median time of one call of `run` in ms, in `group`, after warm-up."""
 
     @abstractmethod
-    def measure(self, run: Run, group: UnitGroup, budget_ms: float) -> float:
-        """Spends about `budget_ms` on the samples, at least one call. Errors of `run` pass through."""
+    def measure(self, run: Run, group: UnitGroup, budget_ms: float, *, long_graph: bool = False) -> float:
+        """Spends about `budget_ms` on the samples, at least one call. Errors of `run` pass through.
+
+        `long_graph`: launch from a graph however long the work is, where graphs are in use (whole forwards of many
+        small kernels).
+        """
 
 
 class CpuTimer(Timer):
-    def measure(self, run: Run, group: UnitGroup, budget_ms: float) -> float:
+    def measure(self, run: Run, group: UnitGroup, budget_ms: float, *, long_graph: bool = False) -> float:
         with group.activate():
             run()
             samples: list[float] = []
@@ -48,26 +52,25 @@ class CudaTimer(Timer):
 
     def __init__(self, use_graphs: bool = True) -> None:
         self.use_graphs = use_graphs
-        self._pool: tuple[int, int] | None = None
 
-    def measure(self, run: Run, group: UnitGroup, budget_ms: float) -> float:
+    def measure(self, run: Run, group: UnitGroup, budget_ms: float, *, long_graph: bool = False) -> float:
         with group.activate():
             stream = torch.cuda.current_stream()
             run()
             run()
             stream.synchronize()
             single_ms = self._timed(run, 1)
-            if self.use_graphs and single_ms < GRAPH_BELOW_MS:
-                return self._measure_graph(run, budget_ms)
+            if self.use_graphs and (single_ms < GRAPH_BELOW_MS or long_graph):
+                return self._measure_graph(run, budget_ms, probe_launches=16 if single_ms < GRAPH_BELOW_MS else 1)
             per_sample = max(1, int(budget_ms / NUM_SAMPLES / max(single_ms, 1e-3)))
             num_samples = NUM_SAMPLES if single_ms * NUM_SAMPLES < 4 * budget_ms else 2
             return statistics.median(self._timed(run, per_sample) / per_sample for _ in range(num_samples))
 
-    def _measure_graph(self, run: Run, budget_ms: float) -> float:
-        with self.captured(run, 16) as probe:
+    def _measure_graph(self, run: Run, budget_ms: float, probe_launches: int) -> float:
+        with self.captured(run, probe_launches) as probe:
             probe.replay()
-            single_ms = self._timed(probe.replay, 1) / 16
-        launches = min(2000, max(16, int(budget_ms / NUM_SAMPLES / max(single_ms, 1e-4))))
+            single_ms = self._timed(probe.replay, 1) / probe_launches
+        launches = min(1000, max(probe_launches, int(budget_ms / NUM_SAMPLES / max(single_ms, 1e-4))))
         with self.captured(run, launches) as graph:
             graph.replay()
             return statistics.median(self._timed(graph.replay, 1) / launches for _ in range(NUM_SAMPLES))

@@ -97,7 +97,7 @@ def validate(
         side = groups.encoder if phase == "encoder" else groups.decoder
         for units in spread([u for u in side if phase == "encoder" or u >= curves.min_decoder_units]):
             tick()
-            measured = timer.measure(run, side[units], held_out.budget_ms)
+            measured = timer.measure(run, side[units], held_out.budget_ms, long_graph=True)
             found.append(
                 Comparison(phase=phase, size=size, units=units, predicted_ms=predict(units), measured_ms=measured)
             )
