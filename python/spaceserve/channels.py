@@ -54,6 +54,10 @@ class Channels:
         """Name of the slab of one encoder worker, on the CPU."""
         return f"{self.shm_prefix}slab-{epoch}"
 
+    def state_board(self, dp_rank: int) -> str:
+        """Name of the segment in which the scheduler of this data-parallel rank says what it runs."""
+        return f"{self.shm_prefix}decode-{dp_rank}"
+
     def remove(self) -> None:
         """Take everything away that bears these names."""
         shared_memory.unlink_all(self.shm_prefix)

@@ -6,17 +6,19 @@ Takes every argument of `sglang.launch_server` and SpaceServe's own (`--help`, g
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import argparse
+from spaceserve.channels import Channels
+from spaceserve.config import SpaceServeConfig
+from spaceserve.reaper import RUN_DIR_VARIABLE, Reaper
 
+if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-    from spaceserve.channels import Channels
-    from spaceserve.config import SpaceServeConfig
     from spaceserve.families import Family
 
 
@@ -24,18 +26,27 @@ class StartError(Exception):
     """The server cannot start; the message is one line that says what to do."""
 
 
-def parse_args(argv: list[str]) -> tuple[argparse.Namespace, SpaceServeConfig]:
-    """Parse SGLang's and SpaceServe's arguments.
+def own_config(argv: list[str]) -> SpaceServeConfig:
+    """SpaceServe's own arguments, before SGLang (and with it CUDA) is imported.
 
     Raises:
-        StartError: a value of ours is out of range.
+        StartError: a value is out of range.
     """
-    import argparse
+    parser = argparse.ArgumentParser(prog="python -m spaceserve.launch_server", add_help=False, allow_abbrev=False)
+    SpaceServeConfig.add_cli_args(parser)
+    namespace, _ = parser.parse_known_args(argv)
+    try:
+        return SpaceServeConfig.from_cli_args(namespace)
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse SGLang's and SpaceServe's arguments, as SGLang does; the bundled model where none is named."""
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.common import suppress_noisy_warnings
 
-    from spaceserve.config import SpaceServeConfig
-
+    suppress_noisy_warnings()
     parser = argparse.ArgumentParser(prog="python -m spaceserve.launch_server")
     ServerArgs.add_cli_args(parser)
     SpaceServeConfig.add_cli_args(parser)
@@ -43,18 +54,11 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, SpaceServeConfig]:
         from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
         argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
-    if not any(argument.split("=")[0] in ("--model-path", "--model") for argument in argv) and not {
-        "-h",
-        "--help",
-    } & set(argv):
+    if not any(argument.split("=")[0] in ("--model-path", "--model") for argument in argv):
         from spaceserve.demo import model_path
 
         argv = [*argv, "--model-path", str(model_path())]
-    namespace = parser.parse_args(argv)
-    try:
-        return namespace, SpaceServeConfig.from_cli_args(namespace)
-    except ValueError as error:
-        raise StartError(str(error)) from error
+    return parser.parse_args(argv)
 
 
 def check_before_start(namespace: argparse.Namespace) -> None:
@@ -127,7 +131,7 @@ def split_obstacle(server_args: ServerArgs, family: Family | None) -> str | None
     return next((reason for is_met, reason in obstacles if is_met), None)
 
 
-def serve(server_args: ServerArgs, config: SpaceServeConfig) -> None:
+def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels) -> None:
     """Run the server until it ends.
 
     Raises:
@@ -151,24 +155,21 @@ def serve(server_args: ServerArgs, config: SpaceServeConfig) -> None:
         run_server(server_args)
         return
     assert family is not None
-    _serve_split(server_args, config, family)
+    _serve_split(server_args, config, family, channels)
 
 
-def _serve_split(server_args: ServerArgs, config: SpaceServeConfig, family: Family) -> None:
+def _serve_split(server_args: ServerArgs, config: SpaceServeConfig, family: Family, channels: Channels) -> None:
     from functools import partial
 
     from sglang.srt.entrypoints.http_server import launch_server
 
-    from spaceserve.channels import Channels
     from spaceserve.encoder.supervisor import EncoderSupervisor
     from spaceserve.frontend.admission import Admission, admission_hooks
     from spaceserve.hooks import install
-    from spaceserve.reaper import RUN_DIR_VARIABLE, Reaper
     from spaceserve.scheduler.process import run_scheduler_process
 
-    channels: Channels = Channels.create(server_args.dp_size)
-    reaper = Reaper(channels.shm_prefix, channels.run_dir)
-    os.environ[RUN_DIR_VARIABLE] = channels.run_dir
+    # Pixels are made in the encoder worker: SGLang's transport of pixels would only take device memory.
+    server_args.override("spaceserve", mm_feature_transport="cpu")
     supervisor = EncoderSupervisor(server_args, config, family, channels)
     try:
         supervisor.start()
@@ -179,26 +180,52 @@ def _serve_split(server_args: ServerArgs, config: SpaceServeConfig, family: Fami
         )
     finally:
         supervisor.stop()
-        reaper.close()
 
 
-def main(argv: list[str]) -> int:
-    """Parse, check, serve. Returns the exit code."""
-    from sglang.srt.utils.common import suppress_noisy_warnings
+def _start_mps(config: SpaceServeConfig, reaper: Reaper, stack: ExitStack) -> None:
+    """Start MPS where encoder and decoder are to share a GPU; before anything makes a CUDA context."""
+    from spaceserve.partition.mps import MpsDaemon, gpu_is_present
 
-    suppress_noisy_warnings()
-    try:
-        namespace, config = parse_args(argv)
+    if config.encoder_worker == "off" or not gpu_is_present():
+        return
+    daemon = stack.enter_context(MpsDaemon())
+    os.environ.update(daemon.client_environ)
+    if daemon.is_owned and daemon.pipe_directory is not None:
+        reaper.remove_too(str(daemon.pipe_directory.parent))
+
+
+def run(argv: list[str]) -> None:
+    """Parse, check, serve.
+
+    Raises:
+        StartError: the server cannot start.
+    """
+    config = own_config(argv)
+    if {"-h", "--help"} & set(argv):
+        parse_args(argv)
+    with ExitStack() as stack:
+        channels = Channels.create(dp_size=1)
+        reaper = Reaper(channels.shm_prefix, channels.run_dir)
+        stack.callback(reaper.close)
+        os.environ[RUN_DIR_VARIABLE] = channels.run_dir
+        _start_mps(config, reaper, stack)
+        namespace = parse_args(argv)
         check_before_start(namespace)
-        serve(resolve_server_args(namespace), config)
-    except StartError as error:
-        print(f"spaceserve: {error}", file=sys.stderr)
-        return 1
-    finally:
-        if "sglang.srt.utils" in sys.modules:
+        try:
+            serve(resolve_server_args(namespace), config, channels)
+        finally:
             from sglang.srt.utils import kill_process_tree
 
             kill_process_tree(os.getpid(), include_parent=False)
+
+
+def main(argv: list[str]) -> int:
+    """`run`, with errors as one line. Returns the exit code."""
+    try:
+        run(argv)
+    except StartError as error:
+        print(f"spaceserve: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from spaceserve.encoder.model import VisionEncoder
+    from spaceserve.encoder.service import EncoderService
+    from spaceserve.encoder.split import EncoderSplit
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ def _serve(spec: WorkerSpec) -> None:
     from spaceserve.encoder.preprocess import Preprocessor
     from spaceserve.encoder.runner import BatchRunner
     from spaceserve.encoder.service import EncoderService
-    from spaceserve.encoder.split import EncoderSplit
+    from spaceserve.encoder.split import make_split
     from spaceserve.encoder_schedule.queue import EncodeQueue
     from spaceserve.families import feature_dim
     from spaceserve.feature_store.store import FeatureStore
@@ -130,7 +132,8 @@ def _serve(spec: WorkerSpec) -> None:
         _get_processor_wrapper(spec.server_args).image_processor, image_config, encoder.device
     )
     num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))
-    runner = BatchRunner(encoder, preprocessor, slab, EncoderSplit(encoder.device), num_threads)
+    split = make_split(config, encoder.device, spec.server_args.model_path, channels.state_board(0))
+    runner = BatchRunner(encoder, preprocessor, slab, split, num_threads)
 
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
@@ -198,14 +201,11 @@ def _serve(spec: WorkerSpec) -> None:
             service.check_integrity()
         if now_s - status_s > 0.5:
             status_s = now_s
-            _write_status(status_path, service, spec.epoch, now_s)
+            _write_status(status_path, service, split, spec.epoch, now_s)
 
 
-def _write_status(path: Path, service: object, epoch: int, now_s: float) -> None:
+def _write_status(path: Path, service: EncoderService, split: EncoderSplit, epoch: int, now_s: float) -> None:
     """Leave the worker's state where the main process can read it for the status page."""
-    from spaceserve.encoder.service import EncoderService
-
-    assert isinstance(service, EncoderService)
     stats = service.store.stats()
     status = {
         "epoch": epoch,
@@ -215,6 +215,7 @@ def _write_status(path: Path, service: object, epoch: int, now_s: float) -> None
         "store": {name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "evictions"},
         "evictions": dict(stats.evictions),
         "queue": service.queue.snapshot(now_s),
+        "split": split.snapshot(),
     }
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(status))

@@ -203,7 +203,9 @@ class EncoderService:
     def _add_evicted(self, attempt: _Try) -> None:
         """Features that were there when the request came may have been evicted before it could hold them."""
         keys = self.store.keys_to_encode(attempt.id)
-        self.queue.add(attempt.id, [attempt.items[key] for key in keys], attempt.arrival_s)
+        if keys:
+            self.queue.add(attempt.id, [attempt.items[key] for key in keys], attempt.arrival_s)
+            self.queue.mark_reserved(attempt.id)
 
     def finish(self, batch: Batch, now_s: float) -> None:
         """The device has finished `batch`; its failures are filled in."""

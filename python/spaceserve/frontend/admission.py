@@ -154,8 +154,10 @@ class Admission:
         if getattr(tokenized, "mm_inputs", None) is None:
             return
         for item in tokenized.mm_inputs.mm_items:
-            # Not the request's own id: parallel sampling dispatches one request several times under new ones.
-            self._not_dispatched.pop(item.model_specific_data.get(OWNER_KEY), None)
+            # Parallel sampling dispatches one request several times, under new ids.
+            owner = item.model_specific_data.get(OWNER_KEY)
+            if self._not_dispatched.pop(owner, None) is not None and owner != tokenized.rid:
+                self.send(FinishRequest(owner))
 
     def abandon(self, rid: str) -> None:
         """The request ends before the scheduler hears of it."""
@@ -207,6 +209,14 @@ def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
             admission.abandon(obj.rid)
             raise
 
+    async def answer_abort(
+        original: Callable[..., Any], manager: Any, out: Any, state: Any, is_stream: bool
+    ) -> Any:
+        # A file that turns out to be damaged after its header was accepted: nothing has been streamed yet, so the
+        # client still gets the status that a request without streaming gets.
+        nothing_sent = not out["meta_info"].get("completion_tokens")
+        return await original(manager, out, state, is_stream and not (nothing_sent and state.obj.contains_mm_input()))
+
     def send_one(manager: Any, tokenized_obj: Any) -> None:
         admission.dispatched(tokenized_obj)
 
@@ -229,6 +239,13 @@ def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
             kind="around",
             why="a request that is refused leaves nothing behind",
             parameters=("obj",),
+        ),
+        Hook(
+            target=f"{manager}._handle_abort_finish_reason",
+            function=answer_abort,
+            kind="around",
+            why="a damaged image ends in an HTTP status, also where the answer would be streamed",
+            parameters=("out", "state", "is_stream"),
         ),
         Hook(
             target=f"{manager}._send_one_request",

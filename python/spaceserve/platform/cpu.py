@@ -53,6 +53,8 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             # Half-precision products run on emulated arithmetic on CPUs without AMX or AVX512-BF16.
             server_args.dtype = "float32"
         server_args.disable_overlap_schedule = True
+        # SGLang's scheduler spins while it has nothing to do, which on a few cores starves the other processes.
+        server_args.sleep_on_idle = True
         server_args.disable_fast_image_processor = True
         server_args.mm_feature_transport = "cpu"
         if server_args.sampling_backend is None:

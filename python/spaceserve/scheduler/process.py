@@ -17,6 +17,7 @@ from spaceserve.messages import FeaturesFailed, FeaturesReady, WorkerDown, Worke
 from spaceserve.scheduler.feature_view import FeatureView
 from spaceserve.scheduler.gate import EncoderGate
 from spaceserve.scheduler.link import EncoderLink
+from spaceserve.scheduler.publisher import DecodePublisher
 
 # While everything waits for the encoder, the scheduler sleeps up to this long instead of spinning.
 IDLE_POLL_MS = 5
@@ -61,7 +62,9 @@ def decoder_only_hooks(family: Family) -> list[Hook]:
     ]
 
 
-def gate_hooks(gate: EncoderGate, view: FeatureView, *, on_gpu: bool) -> list[Hook]:
+def gate_hooks(
+    gate: EncoderGate, view: FeatureView, publisher: DecodePublisher | None, *, on_gpu: bool
+) -> list[Hook]:
     """The hooks that hold requests back until their features are ready, and hand these to the prefill."""
 
     def use_view(result: None, max_size: int = 0) -> None:
@@ -100,6 +103,8 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, *, on_gpu: bool) -> list[Ho
                 order = {id(req): position for position, req in enumerate(waiting)}
                 scheduler.waiting_queue = sorted(left + held, key=lambda req: order.get(id(req), len(order)))
             gate.after_pass(candidates, scheduler.waiting_queue)
+            if publisher is not None:
+                publisher.publish(scheduler)
         if held and batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
             gate.wait_a_little(IDLE_POLL_MS)
         return batch, running_batch
@@ -229,7 +234,9 @@ def run_scheduler_process(
     link = EncoderLink(channels, dp_rank or 0) if is_entry_rank else None
     view = FeatureView()
     gate = EncoderGate(view, link, config.encoder_timeout_s)
-    install(decoder_only_hooks(family) + gate_hooks(gate, view, on_gpu=server_args.device == "cuda"))
+    publisher = DecodePublisher(channels.state_board(dp_rank or 0)) if is_entry_rank else None
+    on_gpu = server_args.device == "cuda"
+    install(decoder_only_hooks(family) + gate_hooks(gate, view, publisher, on_gpu=on_gpu))
     if link is not None:
         link.wait_for_worker()
     original(

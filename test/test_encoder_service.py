@@ -1,0 +1,236 @@
+"""The encoder worker's decisions, driven without sockets, threads or torch forwards."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spaceserve.encoder.runner import Batch, ItemFailure
+from spaceserve.encoder.service import MAX_BATCHES_IN_FLIGHT, EncoderService
+from spaceserve.encoder_schedule.queue import EncodeQueue
+from spaceserve.feature_store.store import FeatureStore
+from spaceserve.messages import (
+    DropCached,
+    EncodeRequest,
+    FeaturesFailed,
+    FeaturesReady,
+    FinishRequest,
+    ImageSource,
+    RadixHint,
+    ReleaseFeatures,
+)
+
+pytestmark = pytest.mark.cpu
+
+BLOCK = 4
+
+
+def source(name: str, rid: str = "", num_tokens: int = 4) -> ImageSource:
+    return ImageSource(name.encode(), f"{name}-{rid}", 100, 28, 28 * num_tokens, (1, 2, 2 * num_tokens), num_tokens)
+
+
+class World:
+    """A service with a recorded outbox; batches finish when the test says so."""
+
+    def __init__(self, num_blocks: int = 8, capacity: int = 64, policy: str = "twsrft") -> None:
+        self.sent: list[FeaturesReady | FeaturesFailed] = []
+        self.now_s = 0.0
+        self.running: list[Batch] = []
+        self.encoded: list[bytes] = []
+        self.service = EncoderService(
+            FeatureStore(num_blocks, BLOCK),
+            EncodeQueue(policy, 0.05, capacity),  # type: ignore[arg-type]
+            epoch=3,
+            send=lambda address, message: self.sent.append(message),  # type: ignore[arg-type]
+        )
+
+    def want(self, rid: str, *sources: ImageSource, seq: int = 0) -> None:
+        self.tell(EncodeRequest(rid, seq, list(sources), "scheduler"))
+
+    def tell(self, message: object) -> None:
+        self.service.handle(message, self.now_s)  # type: ignore[arg-type]
+        self.launch()
+
+    def launch(self) -> None:
+        self.running += self.service.next_batches(self.now_s)
+        assert len(self.running) <= MAX_BATCHES_IN_FLIGHT
+        self.service.check_integrity()
+
+    def finish(self, failures: dict[bytes, ItemFailure] | None = None) -> None:
+        batch = self.running.pop(0)
+        batch.failures = {key: f for key, f in (failures or {}).items() if key in batch.images}
+        self.encoded += [ticket.key for ticket in batch.tickets if ticket.key not in batch.failures]
+        self.service.finish(batch, self.now_s)
+        self.launch()
+
+    def finish_all(self) -> None:
+        while self.running:
+            self.finish()
+
+    def answers(self, rid: str) -> list[FeaturesReady | FeaturesFailed]:
+        return [message for message in self.sent if message.rid == rid]
+
+
+def test_encodes_and_answers_with_a_ticket() -> None:
+    world = World()
+    world.want("r", source("a"), source("b"))
+    world.finish_all()
+    (answer,) = world.sent
+    assert isinstance(answer, FeaturesReady)
+    assert (answer.rid, answer.seq, answer.epoch) == ("r", 0, 3)
+    assert [ticket.key for ticket in answer.tickets] == [b"a", b"b"]
+    assert sorted(world.encoded) == [b"a", b"b"]
+
+
+def test_same_image_in_flight_is_encoded_once() -> None:
+    world = World()
+    for rid in ("r1", "r2", "r3"):
+        world.want(rid, source("a", rid))
+    world.finish_all()
+    assert world.encoded == [b"a"]
+    assert {message.rid for message in world.sent} == {"r1", "r2", "r3"}
+
+
+def test_cached_features_answer_at_once_after_release() -> None:
+    world = World()
+    world.want("r1", source("a"))
+    world.finish_all()
+    world.tell(FinishRequest("r1"))
+    world.want("r2", source("a", "r2"))
+    assert isinstance(world.answers("r2")[0], FeaturesReady)
+    assert world.encoded == [b"a"]
+
+
+def test_broken_item_fails_its_requests_only() -> None:
+    world = World()
+    world.want("bad", source("broken"), source("fine"))
+    world.want("good", source("other"))
+    while world.running:
+        world.finish({b"broken": ItemFailure(400, "truncated")})
+    (failed,) = world.answers("bad")
+    assert isinstance(failed, FeaturesFailed)
+    assert (failed.status, failed.reason) == (400, "truncated")
+    assert isinstance(world.answers("good")[0], FeaturesReady)
+    world.tell(FinishRequest("bad"))
+    world.tell(FinishRequest("good"))
+    assert world.service.is_idle
+
+
+def test_item_larger_than_the_slab_is_refused_at_once() -> None:
+    world = World(num_blocks=2)
+    world.want("big", source("huge", num_tokens=3 * BLOCK))
+    (answer,) = world.sent
+    assert isinstance(answer, FeaturesFailed)
+    assert answer.status == 400
+    world.want("small", source("a"))
+    world.finish_all()
+    assert isinstance(world.answers("small")[0], FeaturesReady)
+
+
+def test_a_request_that_ended_first_is_not_encoded() -> None:
+    world = World()
+    world.tell(FinishRequest("r"))
+    world.want("r", source("a"))
+    assert not world.running
+    assert not world.sent
+
+
+def test_abort_in_the_queue_takes_the_work_away() -> None:
+    world = World(capacity=4)  # one image a batch
+    for rid in ("r0", "r1", "r2", "r3"):
+        world.want(rid, source(rid))
+    world.tell(FinishRequest("r3"))
+    world.finish_all()
+    assert b"r3" not in world.encoded
+    assert not world.answers("r3")
+
+
+def test_image_of_an_ended_request_is_encoded_from_the_one_that_still_wants_it() -> None:
+    world = World()
+    world.want("r1", source("a", "r1"))
+    world.tell(FinishRequest("r1"))
+    world.want("r2", source("a", "r2"))
+    world.finish({b"a": ItemFailure(503, "gone", source_gone=True)})
+    assert not world.answers("r2")
+    world.finish_all()
+    assert isinstance(world.answers("r2")[0], FeaturesReady)
+
+
+def test_full_slab_waits_until_features_are_released() -> None:
+    world = World(num_blocks=2)
+    world.want("r1", source("a", num_tokens=2 * BLOCK))
+    world.finish_all()
+    world.want("r2", source("b", num_tokens=2 * BLOCK))
+    assert not world.running
+    world.tell(ReleaseFeatures("r1"))
+    world.finish_all()
+    assert isinstance(world.answers("r2")[0], FeaturesReady)
+
+
+def test_later_request_of_the_same_rid_replaces_the_earlier() -> None:
+    world = World()
+    world.want("r", source("a"), seq=0)
+    world.want("r", source("a"), source("b"), seq=1)
+    world.want("r", source("c"), seq=0)  # overtaken: ignored
+    world.finish_all()
+    ready = [message for message in world.answers("r") if isinstance(message, FeaturesReady)]
+    assert ready[-1].seq == 1
+    assert {ticket.key for ticket in ready[-1].tickets} == {b"a", b"b"}
+    assert b"c" not in world.encoded
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_blocks=st.integers(3, 12),
+    policy=st.sampled_from(["twsrft", "fcfs", "srf"]),
+)
+def test_random_mix_ends_with_everything_answered_and_nothing_held(seed: int, num_blocks: int, policy: str) -> None:
+    rng = random.Random(seed)
+    world = World(num_blocks, capacity=rng.choice([8, 16, 64]), policy=policy)
+    sizes = {f"i{n}": rng.randint(1, num_blocks * BLOCK // 3) for n in range(8)}
+    live: dict[str, int] = {}
+    aborted: set[str] = set()
+    for step in range(60):
+        world.now_s += rng.random() * 0.05
+        action = rng.random()
+        if action < 0.45:
+            rid = f"r{step}"
+            names = rng.sample(sorted(sizes), rng.randint(1, 3))
+            world.want(rid, *(source(name, rid, sizes[name]) for name in names))
+            live[rid] = 0
+        elif action < 0.7 and world.running:
+            broken = {b"i0": ItemFailure(400, "broken")} if rng.random() < 0.3 else {}
+            world.finish(broken)
+        elif action < 0.8 and live:
+            rid = rng.choice(sorted(live))
+            del live[rid]
+            aborted.add(rid)
+            world.tell(FinishRequest(rid))
+        elif action < 0.9:
+            key = rng.choice(sorted(sizes)).encode()
+            world.tell(RadixHint([key], []) if rng.random() < 0.5 else RadixHint([], [key]))
+        elif action < 0.93:
+            world.tell(DropCached())
+        else:  # a prefill ends: its features are released
+            ready = [m.rid for m in world.sent if isinstance(m, FeaturesReady) and m.rid in live]
+            if ready:
+                world.tell(ReleaseFeatures(rng.choice(ready)))
+    # Drain: whoever is ready prefills and releases, until every live request has been answered.
+    for _ in range(500):
+        for message in list(world.sent):
+            if isinstance(message, FeaturesReady) and message.rid in live:
+                world.tell(FinishRequest(message.rid))
+                del live[message.rid]
+            elif isinstance(message, FeaturesFailed):
+                live.pop(message.rid, None)
+        if world.running:
+            world.finish()
+        elif not live:
+            break
+    assert not live, "a request was never answered"
+    assert world.service.is_idle
+    world.service.check_integrity()
