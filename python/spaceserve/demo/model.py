@@ -218,8 +218,8 @@ class DemoModel(nn.Module):
 def initialise(model: DemoModel, seed: int, gain: float = 1.0) -> None:
     """Fill the weights in place: 1 / sqrt(fan-in) scaled by `gain`, residual branches smaller.
 
-    Tied embeddings (rows of norm `gain`) set the scale of the residual stream and of the logits; RMS norms make the stream's scale free,
-    so embeddings are small for the logits' sake and the merger's last layer is scaled to match them.
+    Tied embeddings (rows of norm `gain`) set the scale of the residual stream and of the logits. RMS norms make the
+    stream's scale free, so embeddings are small for the logits' sake, and the merger's last layer matches them.
     """
     generator = torch.Generator().manual_seed(seed)
     embed_std = gain / math.sqrt(arch.HIDDEN_SIZE)

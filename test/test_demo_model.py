@@ -1,0 +1,184 @@
+"""The demo model's tokenizer, checkpoint and training against the stock classes of transformers."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from spaceserve.demo import architecture as arch
+from spaceserve.demo import model_path
+from spaceserve.demo.answer import answer_batch
+from spaceserve.demo.ask import PICTURE, picture_scene
+from spaceserve.demo.data import MAX_ANSWER_TOKENS, build_sequence, pack_batch, training_batch
+from spaceserve.demo.eval import TransformersModel, messages
+from spaceserve.demo.model import DemoModel
+from spaceserve.demo.optimiser import FlatAdamW
+from spaceserve.demo.questions import all_wording, decorate, make_dialogue
+from spaceserve.demo.render import draw
+from spaceserve.demo.tokenizer import decode, encode, special_id, vocabulary
+from spaceserve.demo.untrained import write_untrained
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untrained")
+    write_untrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(untrained: Path) -> TransformersModel:
+    return TransformersModel(untrained, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def own(untrained: Path) -> DemoModel:
+    model = DemoModel()
+    model.load_state_dict({k: v.float() for k, v in load_file(untrained / "model.safetensors").items()})
+    return model.eval()
+
+
+def test_tokenizer_encodes_any_text(stock: TransformersModel) -> None:
+    tokenizer = stock.processor.tokenizer
+    for text in [
+        "Naïve 漢字 🙂",
+        "x_y  3 12\n\n tab\t",
+        "",
+        " red",
+        "RED Red red",
+        "\x00\x7f",
+        "<|im_start|>",
+        "á\u0301",
+    ]:
+        ids = tokenizer(text).input_ids
+        assert max(ids, default=0) < arch.VOCAB_SIZE
+        assert tokenizer.decode(ids) == text
+
+
+def test_fast_encoding_is_the_tokenizers(stock: TransformersModel) -> None:
+    rng = random.Random(0)
+    texts = all_wording()
+    for _ in range(300):
+        dialogue = make_dialogue(rng, [(224, 224)], None, 3)
+        texts += [
+            f"<|im_start|>user\n{t.question}<|im_end|>\n<|im_start|>assistant\n{t.answer}" for t in dialogue.turns
+        ]
+    for text in texts:
+        assert encode(text) == stock.processor.tokenizer(text).input_ids
+    assert decode(encode("the red circle")) == "the red circle"
+
+
+def test_wording_is_in_the_vocabulary() -> None:
+    questions = [text for text in all_wording() if text.endswith("?") and "Hello" not in text]
+    spelled = [t for t in questions if sum(i < 256 and chr(i).isalpha() for i in encode(t)) > 1]
+    assert spelled == []
+    assert len(vocabulary()) + 256 <= arch.VOCAB_SIZE
+
+
+def test_weights_fit_the_repository(untrained: Path) -> None:
+    assert (untrained / "model.safetensors").stat().st_size <= 6_000_000
+
+
+def test_sequences_follow_the_chat_template(stock: TransformersModel) -> None:
+    rng = random.Random(1)
+    for sizes in ([(112, 140)], [(112, 112), (140, 168)]):
+        for _ in range(10):
+            dialogue = make_dialogue(rng, sizes, None, 3)
+            decorate(rng, dialogue)
+            grids = [(h // 28, w // 28) for w, h in sizes]
+            ids, positions, places = build_sequence(dialogue, grids)
+            pictures = [{"type": "image"} for _ in sizes]
+            chat: list[dict[str, object]] = []
+            if dialogue.system:
+                chat.append({"role": "system", "content": dialogue.system})
+            for number, turn in enumerate(dialogue.turns):
+                text = {"type": "text", "text": turn.question}
+                content = ([text, *pictures] if dialogue.text_first else [*pictures, text]) if number == 0 else [text]
+                chat += [{"role": "user", "content": content}, {"role": "assistant", "content": turn.answer}]
+            text = stock.processor.apply_chat_template(chat, tokenize=False)
+            inputs = stock.processor(text=[text], images=[draw(s) for s in dialogue.scenes], return_tensors="pt")
+            assert inputs["input_ids"][0].tolist() == ids
+            expected, _ = stock.model.model.get_rope_index(
+                inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"]
+            )
+            assert torch.equal(expected[:, 0], torch.from_numpy(positions).long())
+            answers = "".join(f"{turn.answer}<|im_end|>" for turn in dialogue.turns)
+            assert [ids[p] for p in places] == encode(answers)
+
+
+def test_greedy_answers_equal_transformers(stock: TransformersModel, own: DemoModel) -> None:
+    rng = random.Random(2)
+    distinct = set()
+    for sizes in ([(112, 112)], [(130, 115)], [(112, 140), (168, 112)]):
+        dialogue = make_dialogue(rng, sizes, None, 1)
+        batch = pack_batch([dialogue], with_answers=False, spare_tokens=MAX_ANSWER_TOKENS)
+        ours = answer_batch(own, batch, torch.device("cpu"))[0]
+        theirs = stock.ask([draw(scene) for scene in dialogue.scenes], dialogue.turns[0].question)
+        # An untrained model speaks on until its limit, which is smaller for ours.
+        assert theirs.startswith(ours.rstrip("\ufffd"))
+        distinct.add(theirs)
+    assert len(distinct) == 3
+
+
+def test_padding_changes_nothing(own: DemoModel) -> None:
+    rng = random.Random(3)
+    dialogues = [make_dialogue(rng, [(112, 112)], "colour", n) for n in (1, 4)]
+    batch = pack_batch(dialogues)
+    features = torch.randn(2 * 16, arch.HIDDEN_SIZE)
+    tokens, positions = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.positions)
+    image = special_id("<|image_pad|>")
+    both = own.hidden(tokens, positions, features, image)
+    length = int(batch.lengths[0])
+    alone = own.hidden(tokens[:1, :length], positions[:, :1, :length], features[:16], image)
+    torch.testing.assert_close(both[0, :length], alone[0], atol=1e-4, rtol=1e-4)
+
+
+def test_flat_optimiser_is_adamw() -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    theirs.load_state_dict(ours.state_dict())
+    flat = FlatAdamW(ours, torch.float32, weight_decay=0.1, max_norm=1e9)
+    groups = [{"params": [theirs.weight], "weight_decay": 0.1}, {"params": [theirs.bias], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.98))
+    for _ in range(5):
+        x = torch.randn(4, 5)
+        ours(x).square().sum().backward()
+        theirs(x).square().sum().backward()
+        flat.step(0.01)
+        reference.step()
+        reference.zero_grad()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(ours.bias, theirs.bias)
+
+
+def test_training_batches_mark_the_answers() -> None:
+    rng = random.Random(4)
+    for _ in range(10):
+        batch = training_batch(rng, 4000)
+        flat = batch.tokens.reshape(-1)
+        assert np.array_equal(flat[batch.target_index + 1], batch.targets)
+        ends = (batch.targets == special_id("<|im_end|>")).sum()
+        assert ends % len(batch.tokens) == 0
+        assert batch.tokens.shape == batch.positions.shape[1:]
+
+
+def test_messages_carry_pictures() -> None:
+    content = messages([draw(picture_scene())], "What is this?")[0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "text"]
+    assert content[0]["image_url"]["url"].startswith("data:image/png;base64,")
+
+
+@pytest.mark.skipif(
+    not (Path(arch.__file__).parent / "model/model.safetensors").is_file(), reason="no bundled model yet"
+)
+def test_bundled_model_answers_the_bundled_question() -> None:
+    from PIL import Image
+    from spaceserve.demo.ask import QUESTION, right_answer
+
+    model = TransformersModel(model_path(), "cpu", "float32")
+    with Image.open(PICTURE) as image:
+        assert model.ask([image.convert("RGB")], QUESTION) == right_answer()
