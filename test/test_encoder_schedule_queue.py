@@ -221,6 +221,14 @@ def test_request_that_holds_room_goes_on_behind_a_refusal() -> None:
     assert keys(queue.next_batch(6.0, lambda rid: rid == "young")) == ["y2"]
 
 
+def test_request_that_grew_is_admitted_anew() -> None:
+    queue = queue_of("twsrft", 10, ("young", 5.0, [item("y1", 10)]))
+    queue.next_batch(5.0, always)
+    queue.add("young", [item("y2", 10)], 5.5)
+    queue.add("old", [item("o", 1)], 0.0)
+    assert queue.next_batch(6.0, lambda rid: rid == "young") == [], "room for y2 must not go before the older request"
+
+
 def test_passed_over_request_is_asked_for_before_a_younger_window() -> None:
     queue = queue_of(
         "twsrft",
