@@ -121,6 +121,7 @@ def bound_path(results: Path, model: str, arm: str) -> Path:
 
 
 def run_measure(options: argparse.Namespace) -> None:
+    servers.stop_on_sigterm()
     model_name = options.model_name or Path(options.model or "model").name
 
     def probe(url: str) -> None:

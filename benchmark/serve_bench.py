@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from servebench import arms, matrix, report
+from servebench import arms, matrix, report, servers
 from servebench.results import Results
 from servebench.session import Session, SessionConfig, session_table
 from servebench.workload import Workload
@@ -54,6 +54,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    servers.stop_on_sigterm()
     results = Results(options.results)
     model_name = options.model_name or Path(options.model).name
     repeat, names, workloads = options.repeat, options.arms, options.workloads

@@ -151,6 +151,7 @@ def one_server(name: str, template: str) -> Arm:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    servers.stop_on_sigterm()
     requests = draw_requests(options.requests, options.images, options.side, options.output_len, options.seed)
     sample = sorted(random.Random(f"sample {options.seed}").sample(range(len(requests)), options.sample))
     path = APIS[options.api]

@@ -146,6 +146,28 @@ def test_a_hung_server_is_ended_as_a_group(tmp_path: Path) -> None:
     assert [p for p in psutil.Process().children(recursive=True) if "time.sleep(600)" in " ".join(p.cmdline())] == []
 
 
+def test_a_terminated_run_takes_its_servers_with_it(tmp_path: Path) -> None:
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(BENCHMARK)!r})
+from pathlib import Path
+from servebench import servers
+from servebench.arms import Arm, ServerSpec
+servers.stop_on_sigterm()
+arm = Arm("fake", (ServerSpec("server", {FAKE!r}),), ours=False)
+with servers.running_arm(arm, model="m", work_dir=Path({str(tmp_path)!r}), start_timeout_s=60) as group:
+    print(group[0].process.pid, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as runner:
+        assert runner.stdout is not None
+        pid = int(runner.stdout.readline())
+        assert psutil.pid_exists(pid)
+        runner.terminate()
+        assert runner.wait(60) == 143
+    assert not psutil.pid_exists(pid)
+
+
 def test_repeats_alternate_the_order_of_arms(tmp_path: Path) -> None:
     names = [
         [arm.name for arm in Session(config(tmp_path, repeat=repeat), [OURS, STOCK], []).arms] for repeat in (0, 1, 2)

@@ -52,7 +52,8 @@ def gpu_processes() -> list[dict[str, Any]]:
 
 
 def describe(repo: Path) -> dict[str, Any]:
-    """Machine, versions and commit. ``SPACESERVE_COMMIT`` names the commit where the tree has no .git."""
+    """Machine, versions and commit. ``SPACESERVE_COMMIT`` names the commit where the tree has no .git; whether there
+    are uncommitted changes is then not known (None)."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -60,18 +61,20 @@ def describe(repo: Path) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     git = ["git", "-C", str(repo)]
-    commit = os.environ.get("SPACESERVE_COMMIT") or run_text([*git, "rev-parse", "HEAD"]) or "unknown"
+    head = run_text([*git, "rev-parse", "HEAD"])
     changed = run_text([*git, "status", "--porcelain", "--", "python", "benchmark", "csrc", "sgl_patches"])
+    edits = [line for line in changed.splitlines() if "benchmark/results" not in line]
     gpus = gpu_query("name,driver_version,memory.total,compute_mode")
     cuda = re.search(r"CUDA Version: ([\d.]+)", run_text(["nvidia-smi"]))
     return {
-        "commit": commit,
-        "uncommitted_changes": bool([line for line in changed.splitlines() if "benchmark/results" not in line]),
+        "commit": os.environ.get("SPACESERVE_COMMIT") or head or "unknown",
+        "uncommitted_changes": bool(edits) if head else None,
         "gpus": [
             {"name": row[0], "driver": row[1], "memory_mib": row[2], "compute_mode": row[3]}
             for row in gpus
             if len(row) == 4
         ],
+        "gpu_used_before_mib": gpu_memory_used_mib(),
         "cuda_driver_api": cuda[1] if cuda else None,
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),

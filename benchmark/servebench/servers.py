@@ -127,6 +127,15 @@ def start_server(spec: ServerSpec, log: Path, own_port: int, env: dict[str, str]
     return Server(spec, f"http://{HOST}:{own_port}", process, log)
 
 
+def stop_on_sigterm() -> None:
+    """Turn SIGTERM into SystemExit, so that servers, which lead sessions of their own, end with this process."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 @contextlib.contextmanager
 def running_arm(arm: Arm, *, model: str, work_dir: Path, start_timeout_s: float) -> Iterator[list[Server]]:
     """Start the arm's servers in order and stop them in the end; yields them, the one to talk to last.

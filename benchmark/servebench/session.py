@@ -21,6 +21,7 @@ from servebench.workload import ImageSpec, Trace, TraceRequest, Workload
 
 SCHEMA = 1
 WARMUP_SEED = 1 << 50
+BUSY_GPU_MIB = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,8 @@ class Session:
             return []
         session_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         environment = describe(self.config.repo)
+        if (environment["gpu_used_before_mib"] or 0) > BUSY_GPU_MIB:
+            print(f"WARNING: the GPU holds {environment['gpu_used_before_mib']} MiB before anything starts", flush=True)
         for order, arm in enumerate(self.arms):
             remaining_s = self.end - time.monotonic()
             print(f"[{remaining_s:.0f} s left] arm {arm.name}", flush=True)
