@@ -507,3 +507,13 @@ def test_gaps_are_used_when_neither_one_window_nor_the_cheapest_ones_fit() -> No
     placement = table.layout(0).plan([2, 2, 3])
     assert placement is not None
     assert placement.evicted == (0,)
+
+
+def test_images_of_a_request_lie_side_by_side_where_that_costs_nothing() -> None:
+    """Free runs of 1, 1 and 2 blocks: the tightest fits would scatter two images over the first two runs."""
+    table = ExtentTable(7)
+    for block in (1, 3, 4):
+        table.add(block, 1)
+    placement = table.layout(0).plan([1, 1])
+    assert placement is not None
+    assert placement.starts == (5, 6)
