@@ -15,7 +15,7 @@ from spaceserve.demo.scenes import Scene, shapes_scene
 
 PICTURE = Path(__file__).resolve().parent / "picture.png"
 QUESTION = "Describe the picture."
-_SEED = "picture-7"
+_SEED = "picture-105"
 
 
 def picture_scene() -> Scene:

@@ -29,7 +29,7 @@ class DenseHeads(nn.Module):
     def forward(self, features_BMD: Tensor) -> tuple[Tensor, ...]:
         """Return logits of kind, colour and ordinal of the thing centred in a cell, of the background's colour and the
         number of shapes, and the log of the thing's size, [B, M, n] each."""
-        return self.out(self.norm(features_BMD)).split(self.sizes, dim=-1)  # type: ignore[no-any-return]
+        return self.out(self.norm(features_BMD)).split(self.sizes, dim=-1)
 
 
 def cell_of(rows_BKF: Tensor, width: int, height: int, grid: tuple[int, int]) -> Tensor:

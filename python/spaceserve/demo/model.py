@@ -62,7 +62,7 @@ class VisionAttention(nn.Module):
         query_key = query_key * cos + rotate_half(query_key) * sin
         value = qkv[:, :, 2].transpose(1, 2)
         out = F.scaled_dot_product_attention(query_key[0], query_key[1], value)
-        return self.proj(out.transpose(1, 2).reshape(batch, patches, dim))  # type: ignore[no-any-return]
+        return self.proj(out.transpose(1, 2).reshape(batch, patches, dim))
 
 
 class VisionMlp(nn.Module):
@@ -73,7 +73,7 @@ class VisionMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
-        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))  # type: ignore[no-any-return]
+        return self.fc2(hidden * torch.sigmoid(1.702 * hidden))
 
 
 class VisionBlock(nn.Module):
@@ -86,7 +86,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm2(x))
 
 
 class PatchEmbed(nn.Module):
@@ -109,7 +109,7 @@ class PatchMerger(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, arch.HIDDEN_SIZE))
 
     def forward(self, x_BPD: Tensor) -> Tensor:
-        return self.mlp(self.ln_q(x_BPD).reshape(x_BPD.shape[0], -1, self.width))  # type: ignore[no-any-return]
+        return self.mlp(self.ln_q(x_BPD).reshape(x_BPD.shape[0], -1, self.width))
 
 
 class VisionEncoder(nn.Module):
@@ -125,7 +125,7 @@ class VisionEncoder(nn.Module):
         cos, sin = vision_rope(rows, cols, x.device, x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.merger(x)  # type: ignore[no-any-return]
+        return self.merger(x)
 
 
 class RMSNorm(nn.Module):
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         repeat = arch.NUM_HEADS // arch.NUM_KV_HEADS
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Mlp(nn.Module):
@@ -166,7 +166,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(arch.INTERMEDIATE_SIZE, arch.HIDDEN_SIZE, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -179,7 +179,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
@@ -209,7 +209,7 @@ class DemoModel(nn.Module):
         cos, sin = text_rope(position_3BL, x.dtype)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        return self.model.norm(x)  # type: ignore[no-any-return]
+        return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.embed_tokens.weight)

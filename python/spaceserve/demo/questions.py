@@ -357,7 +357,19 @@ _ASKERS: dict[str, Callable[[random.Random, Scene], Turn | None]] = {
     "left": ask_left,
     "describe": ask_describe,
 }
-_SHAPES_LOT = ("colour", "colour", "shape", "shape", "background", "count", "count", "count", "yesno", "yesno", "yesno")
+_SHAPES_LOT: tuple[str, ...] = (
+    "colour",
+    "colour",
+    "shape",
+    "shape",
+    "background",
+    "count",
+    "count",
+    "count",
+    "yesno",
+    "yesno",
+    "yesno",
+)
 _SHAPES_LOT += ("larger", "larger", "left", "left", "describe")
 _TEXT_LOT = ("text", "text", "text", "text", "colour", "background", "yesno", "describe")
 
