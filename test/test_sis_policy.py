@@ -252,11 +252,26 @@ def test_between_layers_the_encoder_yields_when_decode_arrives_and_takes_all_whe
     assert sis.num_switches == 2
 
 
-def test_a_new_batch_after_idling_pays_no_switch():
-    sis = make_sis()
-    sis.decide(BUSY)
-    assert sis.decide(GpuState(decode_batch=8, mean_context_tokens=50)).encoder_units == 0
-    assert not sis.decide(BUSY).switched
+def test_a_broken_target_moves_the_encoder_whatever_a_switch_costs():
+    sis = make_sis(objective="tpot", tpot_target_ms=2.0, switch_cost_us=1e9)
+    light = GpuState(encoder_patches=(1000,), decode_batch=1, mean_context_tokens=50)
+    assert sis.decide(light).encoder_units == 56
+    heavy = sis.reconsider(dataclasses.replace(light, decode_batch=16), 0.1)
+    assert (heavy.encoder_units, heavy.switched) == (40, True)
+    assert heavy.predicted_decode_ms <= 2.0
+    # Back again only the encoder would gain, and less than this switch costs.
+    assert sis.reconsider(light, 0.2).encoder_units == 40
+
+
+def test_a_new_batch_after_idling_chooses_freely():
+    sis = make_sis(objective="tpot", tpot_target_ms=2.0, switch_cost_us=1e9)
+    light = GpuState(encoder_patches=(1000,), decode_batch=1, mean_context_tokens=50)
+    assert sis.decide(dataclasses.replace(light, decode_batch=16)).encoder_units == 40
+    assert sis.decide(light).encoder_units == 40  # not worth a switch
+    assert sis.decide(GpuState(decode_batch=1, mean_context_tokens=50)).encoder_units == 0
+    assert sis.current_units is None
+    fresh = sis.decide(light)
+    assert (fresh.encoder_units, fresh.switched) == (56, False)
     assert sis.num_switches == 0
 
 

@@ -141,7 +141,7 @@ def profile(
             device_name=torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}",
             total_units=partitioner.total_units,
             unit_kind="sm" if on_gpu else "core",
-            min_decoder_units=min(summed["decode_linear"].units),
+            min_decoder_units=max(min(c.units) for n, c in summed.items() if not n.startswith("encoder")),
             model_fingerprint=shape.fingerprint(),
             model=shape.to_json(),
             curves=summed,
