@@ -72,7 +72,7 @@ class MemoryRecorder:
                     # USS leaves out shared mappings, which would count the slab once per process.
                     resident[process.pid] = process.memory_full_info().uss
                     if process.pid not in self.names:
-                        self.names[process.pid] = scrub(" ".join(process.cmdline())[:80]) or process.name()
+                        self.names[process.pid] = servers.title(process)
         self.samples.append((time.monotonic(), self.answers, resident))
 
 

@@ -210,19 +210,21 @@ def flush(url: str, timeout_s: float = 30.0) -> bool:
     return False
 
 
+def title(process: psutil.Process) -> str:
+    """What the process calls itself, e.g. ``sglang::scheduler``, or the start of its command line, without paths."""
+    command = [part for part in process.cmdline() if part.strip()]
+    if len(command) > 1 and "python" in Path(command[0]).name:
+        command = ["python", *command[1:]]
+    return scrub(" ".join(command)).strip()[:60] or process.name()
+
+
 def memory(servers: list[Server]) -> dict[str, Any]:
     """GPU memory in use, per process as nvidia-smi tells, and resident host memory per process of the servers."""
     host = []
     for server in servers:
         for process in server.family():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                title = scrub(" ".join(process.cmdline())[:80]) or process.name()
-                host.append(
-                    {
-                        "pid": process.pid,
-                        "role": server.spec.role,
-                        "name": title,
-                        "rss_mib": process.memory_info().rss >> 20,
-                    }
-                )
+                rss_mib = process.memory_info().rss >> 20
+                row = {"pid": process.pid, "role": server.spec.role, "name": title(process), "rss_mib": rss_mib}
+                host.append(row)
     return {"gpu_used_mib": gpu_memory_used_mib(), "gpu_processes": gpu_processes(), "host_processes": host}
