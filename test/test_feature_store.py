@@ -517,3 +517,15 @@ def test_images_of_a_request_lie_side_by_side_where_that_costs_nothing() -> None
     placement = table.layout(0).plan([1, 1])
     assert placement is not None
     assert placement.starts == (5, 6)
+
+
+def test_a_failed_reservation_succeeds_once_the_abandoned_encode_commits() -> None:
+    store = make_store(2)
+    store.register("r", [item(A, 2)])
+    assert store.try_reserve("r")
+    store.begin_encode(A)
+    store.release("r")
+    store.register("s", [item(B, 2)])
+    assert not store.try_reserve("s")
+    store.commit(A)
+    assert store.try_reserve("s")
