@@ -81,6 +81,7 @@ def test_a_session_stores_one_slice_per_workload_and_is_not_run_twice(tmp_path: 
         # Prompts differ between requests and are the same in both arms.
         assert [row["prompt"] for row in arm["requests"]] == [row["prompt"] for row in data["arms"][0]["requests"]]
         assert arm["memory_after"]["host_processes"][0]["rss_mib"] > 0
+        assert arm["server"]["metrics"][0].startswith("spaceserve:fake_requests")
     assert slices["sat:224x200"]["arms"][1]["summary"]["saturation_rate"] > 0
     assert data["environment"]["commit"]
     assert str(tmp_path) not in json.dumps(slices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -208,6 +209,29 @@ def flush(url: str, timeout_s: float = 30.0) -> bool:
             return True
         time.sleep(0.5)
     return False
+
+
+INFO_KEYS = (
+    "max_total_num_tokens",
+    "mem_fraction_static",
+    "chunked_prefill_size",
+    "enable_mixed_chunk",
+    "attention_backend",
+    "mm_attention_backend",
+    "dtype",
+    "disable_overlap_schedule",
+    "disable_cuda_graph",
+    "max_running_requests",
+)
+
+
+def describe_server(url: str) -> dict[str, Any]:
+    """Settings that the server resolved (size of its KV cache, backends) and SpaceServe's own metrics, where given."""
+    status, text = http(f"{url}/server_info")
+    info = json.loads(text) if status == 200 else {}
+    status, text = http(f"{url}/metrics")
+    own = [line for line in text.splitlines() if line.startswith("spaceserve:")] if status == 200 else []
+    return {"resolved": {key: info[key] for key in INFO_KEYS if key in info}, "metrics": own}
 
 
 def title(process: psutil.Process) -> str:

@@ -192,6 +192,7 @@ class Session:
             "alive_after": alive,
             "client_timeout_s": round(timeout_s, 1),
             "summary": metrics.summarise(records, concurrency=job.trace.concurrency),
+            "server": servers.describe_server(server.url),
             "memory_before": before,
             "memory_after": servers.memory(list(group)),
             "requests": [metrics.compact(record) for record in records],

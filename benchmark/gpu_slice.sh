@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# One call on a CUDA host: writes a dummy model of real shape, runs the next missing slices of a set (or measures the
+# bound), packs what was written into OUT_DIR, and prints a table last.
+#   gpu_slice.sh OUT_DIR TOKENIZER_DIR MODEL RESULTS_DIR bound|SET|- [flags of `serve_bench.py run` or `bound.py measure`]
+# MODEL is a name of dummy_model.py, e.g. qwen2-vl-7b. With `-` give --arms and --workloads. PYTHON names the interpreter.
+set -euo pipefail
+out=$1 tokenizer=$2 model=$3 results=$4 what=$5
+shift 5
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+export PYTHONPATH=$here/../python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+model_dir=$(mktemp -d)/$model
+mkdir -p "$out" "$results"
+"$python" "$here/dummy_model.py" "$model" "$model_dir" --tokenizer "$tokenizer"
+common=(--model "$model_dir" --model-name "$model" --results "$results" --common-flags "--load-format dummy")
+case $what in
+bound)
+  status=0
+  "$python" "$here/bound.py" measure "${common[@]}" "$@" || status=$?
+  tar czf "$out/bound.tgz" -C "$results" bounds
+  exit "$status"
+  ;;
+-) ;;
+*) set -- --set "$what" "$@" ;;
+esac
+exec "$python" "$here/serve_bench.py" run "${common[@]}" --bundle "$out/slices.tgz" --log-dir "$out/logs" "$@"
