@@ -169,6 +169,16 @@ with servers.running_arm(arm, model="m", work_dir=Path({str(tmp_path)!r}), start
     assert not psutil.pid_exists(pid)
 
 
+def test_an_arm_that_needs_mps_says_so_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spaceserve.partition.mps.shutil.which", lambda *_, **__: None)
+    arm = Arm("stock-mps", OURS.servers, ours=False, needs_mps=True)
+    with (
+        pytest.raises(servers.ServerFailed, match="needs MPS"),
+        servers.running_arm(arm, model="m", work_dir=tmp_path, start_timeout_s=5),
+    ):
+        pass
+
+
 def test_repeats_alternate_the_order_of_arms(tmp_path: Path) -> None:
     names = [
         [arm.name for arm in Session(config(tmp_path, repeat=repeat), [OURS, STOCK], []).arms] for repeat in (0, 1, 2)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -146,7 +144,7 @@ def running_arm(arm: Arm, *, model: str, work_dir: Path, start_timeout_s: float)
     before_mib = gpu_memory_used_mib()
     servers: list[Server] = []
     with contextlib.ExitStack() as stack:
-        env = stack.enter_context(mps_daemon(work_dir)) if arm.needs_mps else {}
+        env = stack.enter_context(mps_daemon()) if arm.needs_mps else {}
         try:
             port, port2 = free_ports(2)
             for spec in arm.servers:
@@ -173,32 +171,14 @@ def wait_memory_returned(before_mib: int | None, timeout_s: float = 30.0) -> Non
 
 
 @contextlib.contextmanager
-def mps_daemon(work_dir: Path) -> Iterator[dict[str, str]]:
-    """A private MPS control daemon; yields the environment of its clients. Raises ServerFailed where it is missing."""
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        raise ServerFailed("this arm needs MPS, and nvidia-cuda-mps-control is not installed")
-    # Socket paths have a length limit of about 100 characters: a short directory, not work_dir.
-    pipe_dir = tempfile.mkdtemp(prefix="mps")
-    env = {"CUDA_MPS_PIPE_DIRECTORY": pipe_dir, "CUDA_MPS_LOG_DIRECTORY": pipe_dir}
-    full = {**os.environ, **env}
-    with (work_dir / "mps.log").open("ab") as out:
-        daemon = subprocess.Popen(
-            ["nvidia-cuda-mps-control", "-f"], stdout=out, stderr=out, env=full, start_new_session=True
-        )
-    try:
-        time.sleep(1.0)
-        if daemon.poll() is not None:
-            raise ServerFailed(f"nvidia-cuda-mps-control ended with {daemon.returncode}")
-        yield env
-    finally:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=full, timeout=15, capture_output=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            daemon.wait(10)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(daemon.pid, signal.SIGKILL)
-        daemon.wait(5)
-        shutil.rmtree(pipe_dir, ignore_errors=True)
+def mps_daemon() -> Iterator[dict[str, str]]:
+    """An MPS control daemon for the arm; yields the environment of its clients. Raises ServerFailed without MPS."""
+    from spaceserve.partition.mps import MpsDaemon
+
+    with MpsDaemon() as daemon:
+        if daemon.reason is not None:
+            raise ServerFailed(f"this arm needs MPS: {daemon.reason}")
+        yield daemon.client_environ
 
 
 def flush(url: str, timeout_s: float = 30.0) -> bool:
