@@ -71,9 +71,7 @@ def find_family(architectures: Sequence[str] | None) -> Family | None:
     return None
 
 
-def image_grid(
-    image_processor: Any, image_config: Mapping[str, Any], height: int, width: int
-) -> tuple[int, int, int]:
+def image_grid(image_processor: Any, image_config: Mapping[str, Any], height: int, width: int) -> tuple[int, int, int]:
     """Patches of an image in time, height and width after the processor's resize rule.
 
     Args:

@@ -83,8 +83,10 @@ class VisionEncoder:
 
         publish(server_args, role="encoder")
         self.gpu_id = server_args.base_gpu_id
-        self.device = torch.device(server_args.device, self.gpu_id) if server_args.device == "cuda" else torch.device(
-            server_args.device
+        self.device = (
+            torch.device(server_args.device, self.gpu_id)
+            if server_args.device == "cuda"
+            else torch.device(server_args.device)
         )
         torch.get_device_module(server_args.device).set_device(self.gpu_id if self.device.type == "cuda" else "cpu")
         model_config = ModelConfig.from_server_args(server_args)

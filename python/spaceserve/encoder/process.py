@@ -128,9 +128,7 @@ def _serve(spec: WorkerSpec) -> None:
     capacity = config.encoder_batch_capacity_patches or (8192 if encoder.device.type == "cuda" else 1024)
     _warm_up(encoder, capacity)
     image_config = spec.server_args.mm_process_config.get("image", {})
-    preprocessor = Preprocessor(
-        _get_processor_wrapper(spec.server_args).image_processor, image_config, encoder.device
-    )
+    preprocessor = Preprocessor(_get_processor_wrapper(spec.server_args).image_processor, image_config, encoder.device)
     num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))
     split = make_split(config, encoder.device, spec.server_args.model_path, channels.state_board(0))
     runner = BatchRunner(encoder, preprocessor, slab, split, num_threads)

@@ -167,9 +167,7 @@ def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, 
     static_units = config.static_sms()
     if static_units is not None:
         if static_units > partitioner.total_units:
-            raise ValueError(
-                f"--sm-partition {mode}: the device has {partitioner.total_units} {partitioner.unit_name}"
-            )
+            raise ValueError(f"--sm-partition {mode}: the device has {partitioner.total_units} {partitioner.unit_name}")
         return EncoderSplit(device, partitioner, static_units=static_units)
     if len(partitioner.rungs) < 2:
         logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
@@ -195,7 +193,8 @@ def _curves(device: torch.device, partitioner: Partitioner, model_path: str) -> 
         logger.info("SIS uses the profiled curves of this device and model")
         return curves
     logger.warning(
-        "SIS has no profiled curves of %s for this model and estimates them; `python -m spaceserve.profile` measures them",
+        "SIS has no profiled curves of %s for this model and estimates them; "
+        "`python -m spaceserve.profile` measures them",
         name,
     )
     curves = estimate_curves(model, device_spec(name, partitioner.total_units))

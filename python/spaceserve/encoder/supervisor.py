@@ -46,9 +46,7 @@ class EncoderSupervisor:
     on.
     """
 
-    def __init__(
-        self, server_args: ServerArgs, config: SpaceServeConfig, family: Family, channels: Channels
-    ) -> None:
+    def __init__(self, server_args: ServerArgs, config: SpaceServeConfig, family: Family, channels: Channels) -> None:
         self._server_args = server_args
         self._config = config
         self._family = family

@@ -209,9 +209,7 @@ def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
             admission.abandon(obj.rid)
             raise
 
-    async def answer_abort(
-        original: Callable[..., Any], manager: Any, out: Any, state: Any, is_stream: bool
-    ) -> Any:
+    async def answer_abort(original: Callable[..., Any], manager: Any, out: Any, state: Any, is_stream: bool) -> Any:
         # A file that turns out to be damaged after its header was accepted: nothing has been streamed yet, so the
         # client still gets the status that a request without streaming gets.
         nothing_sent = not out["meta_info"].get("completion_tokens")

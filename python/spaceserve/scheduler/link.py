@@ -10,7 +10,6 @@ import zmq
 
 from spaceserve.channels import Channels
 from spaceserve.messages import (
-
     ToScheduler,
     ToWorker,
     WorkerDown,
@@ -21,6 +20,7 @@ from spaceserve.messages import (
 
 # A worker that has not come up in this time never will; loading large checkpoints from slow disks takes minutes.
 START_TIMEOUT_S = 1800.0
+
 
 class EncoderLink:
     """Sends to the encoder worker and receives from it; only the entry rank of a scheduler has one."""
@@ -70,4 +70,3 @@ class EncoderLink:
             if os.getppid() != parent:
                 raise RuntimeError("the parent process died while the encoder worker was starting")
         raise RuntimeError(f"the encoder worker did not start within {START_TIMEOUT_S:.0f} s")
-

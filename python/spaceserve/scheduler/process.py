@@ -62,9 +62,7 @@ def decoder_only_hooks(family: Family) -> list[Hook]:
     ]
 
 
-def gate_hooks(
-    gate: EncoderGate, view: FeatureView, publisher: DecodePublisher | None, *, on_gpu: bool
-) -> list[Hook]:
+def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher | None, *, on_gpu: bool) -> list[Hook]:
     """The hooks that hold requests back until their features are ready, and hand these to the prefill."""
 
     def use_view(result: None, max_size: int = 0) -> None:
