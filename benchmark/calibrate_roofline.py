@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 
 from scipy.optimize import least_squares
+
 from spaceserve.sis.roofline import KNOWN_DEVICES, Efficiency, Roofline
 from spaceserve.sis.shapes import QWEN2_VL_7B
 from spaceserve.sis.standin import DECODE_BATCH, DECODE_CONTEXT, DECODE_MS, DEVICE, ENCODER_MS

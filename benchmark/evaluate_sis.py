@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from spaceserve.sis import DeviceCurves, GpuState, SpaceInferenceScheduler, estimate_curves
+from spaceserve.sis.policy import MaskMode, Objective
 from spaceserve.sis.roofline import KNOWN_DEVICES, DeviceSpec
 from spaceserve.sis.shapes import QWEN2_VL_7B
 from spaceserve.sis.standin import standin_curves
@@ -234,7 +235,12 @@ def measures(done: Sequence[Request], load: Sequence[Segment], tpot_target_ms: f
 
 
 def arms_for(
-    curves: DeviceCurves, rungs: Sequence[int], mask_mode: str, target_ms: float, switch_cost_us: float, weight: float
+    curves: DeviceCurves,
+    rungs: Sequence[int],
+    mask_mode: MaskMode,
+    target_ms: float,
+    switch_cost_us: float,
+    weight: float,
 ) -> list[Arm]:
     def sis_arm(name: str, sis: SpaceInferenceScheduler) -> Arm:
         def choose(state: GpuState, progress: float) -> int:
@@ -243,7 +249,10 @@ def arms_for(
 
         return Arm(name, choose, sis, switch_cost_us * 1e-3)
 
-    def make(objective: str, **kwargs: float) -> SpaceInferenceScheduler:
+    def static_arm(units: int) -> Arm:
+        return Arm(f"static:{units}", lambda state, progress: units)
+
+    def make(objective: Objective, decode_weight: float = 1.0) -> SpaceInferenceScheduler:
         return SpaceInferenceScheduler(
             curves,
             rungs,
@@ -251,7 +260,7 @@ def arms_for(
             target_ms,
             mask_mode,
             switch_cost_us,
-            **kwargs,  # type: ignore[arg-type]
+            decode_weight=decode_weight,
         )
 
     first = make("tpot")
@@ -261,7 +270,7 @@ def arms_for(
         sis_arm("sis:tpot", first),
     ]
     # A static mask stays where it is, even while the decoder idles. An idle encoder leaves the decoder every SM.
-    arms += [Arm(f"static:{n}", lambda state, progress, n=n: n) for n in first.shared_rungs if n < rungs[-1]]
+    arms += [static_arm(n) for n in first.shared_rungs if n < rungs[-1]]
     arms.append(Arm("no mask", lambda state, progress: curves.total_units))
     return arms
 

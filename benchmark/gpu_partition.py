@@ -132,6 +132,7 @@ class Gpu:
 
     def __init__(self) -> None:
         import torch
+
         from spaceserve.partition.green_ctx import GreenCtxPartitioner
         from spaceserve.partition.probe import Probe
 
@@ -148,6 +149,7 @@ class Gpu:
     def versions(self) -> Json:
         torch = self.torch
         from cuda.bindings import __version__ as bindings_version
+
         from spaceserve.partition.cuda_driver import check, load_driver
 
         return {

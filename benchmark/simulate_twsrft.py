@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from spaceserve.encoder_schedule import (
     DEFAULT_BATCH_CAPACITY_PATCHES,
     DEFAULT_WINDOW_S,

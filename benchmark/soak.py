@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from servebench import servers
 from servebench.arms import Arm, ServerSpec
 from servebench.bodies import APIS, build_body

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from spaceserve.demo import architecture as arch
 from spaceserve.demo import model_path
 from spaceserve.demo.answer import answer_batch
@@ -177,6 +178,7 @@ def test_messages_carry_pictures() -> None:
 )
 def test_bundled_model_answers_the_bundled_question() -> None:
     from PIL import Image
+
     from spaceserve.demo.ask import QUESTION, right_answer
 
     model = TransformersModel(model_path(), "cpu", "float32")

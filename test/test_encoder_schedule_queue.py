@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from spaceserve.encoder_schedule import POLICIES, EncodeItem, EncodeQueue, SchedulePolicy
 from spaceserve.encoder_schedule.order import SLACK_REFERENCE_PATCHES
 
@@ -347,7 +348,7 @@ def test_order_of_service(work: list[tuple[float, int]]) -> None:
     requests = [
         (f"r{i:02d}", arrival_s, [item(f"r{i:02d}", size * REF // 20)]) for i, (arrival_s, size) in enumerate(work)
     ]
-    expected = {
+    expected: dict[str, list[tuple[Any, ...]]] = {
         "twsrft": sorted((math.floor(t / WINDOW_S), i[0].num_patches, t, rid) for rid, t, i in requests),
         "srf": sorted((i[0].num_patches, t, rid) for rid, t, i in requests),
         "fcfs": sorted((t, rid) for rid, t, _ in requests),

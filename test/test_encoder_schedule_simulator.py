@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+
 from spaceserve.encoder_schedule import EncodeItem
 
 pytestmark = pytest.mark.cpu

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spaceserve.encoder_schedule import batch_capacity_from_curve, split_video
 
 pytestmark = pytest.mark.cpu
@@ -39,15 +41,17 @@ def test_pieces_have_the_features_of_the_whole() -> None:
 
     Cutting inside a slice would not: the counter-test cuts by rows of patches and must differ.
     """
-    torch = pytest.importorskip("torch")
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     torch.manual_seed(0)
-    config = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=24, num_heads=2, patch_size=4)
+    patch_size = 4
+    config = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=24, num_heads=2, patch_size=patch_size)
     encoder = Qwen2VisionTransformerPretrainedModel(config).eval()
     t, h, w = 7, 4, 6
-    pixels = torch.randn(t * h * w, 3 * config.temporal_patch_size * config.patch_size**2)
+    num_frames = config.temporal_patch_size
+    assert isinstance(num_frames, int)
+    pixels = torch.randn(t * h * w, 3 * num_frames * patch_size**2)
 
     def features(rows: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
         with torch.inference_mode():

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from spaceserve.encoder.runner import Batch, ItemFailure
 from spaceserve.encoder.service import MAX_BATCHES_IN_FLIGHT, EncoderService
 from spaceserve.encoder_schedule.queue import EncodeQueue

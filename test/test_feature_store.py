@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+
 from spaceserve.feature_store import FeatureStore, ItemTooLarge, Lookup, RebuildCost, Ticket
 from spaceserve.feature_store.extents import EvictionTier, ExtentTable, Layout
 
@@ -425,7 +426,7 @@ def random_layout(rng: random.Random, num_blocks: int, pinned_share: float) -> L
 
 def brute_force_cost(layout: Layout, size: int) -> tuple[int, int, int] | None:
     """Least cost over every first block, extent by extent."""
-    costs = []
+    costs: list[tuple[int, int, int]] = []
     rows = list(
         zip(
             layout.starts_N.tolist(),
@@ -440,8 +441,9 @@ def brute_force_cost(layout: Layout, size: int) -> tuple[int, int, int] | None:
             (tier, cost) for start, length, tier, cost in rows if start < first + size and start + length > first
         ]
         if all(tier != EvictionTier.PINNED for tier, _ in overlapped):
-            costs.append(tuple(sum(c for t, c in overlapped if t == tier) for tier in (2, 1, 0)))
-    return min(costs) if costs else None  # type: ignore[return-value]
+            by_tier = [sum(c for t, c in overlapped if t == tier) for tier in (2, 1, 0)]
+            costs.append((by_tier[0], by_tier[1], by_tier[2]))
+    return min(costs, default=None)
 
 
 def test_cheapest_window_against_brute_force() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+
 from spaceserve.feature_store.content import DIGEST_BYTES, canonical_bytes, content_digest, new_key
 
 pytestmark = pytest.mark.cpu

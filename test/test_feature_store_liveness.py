@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
+
 from spaceserve.feature_store import FeatureStore
 
 pytestmark = pytest.mark.cpu

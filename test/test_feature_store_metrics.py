@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+
 from spaceserve.feature_store import FeatureStore
 from spaceserve.feature_store.metrics import FeatureStoreMetrics
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from spaceserve.feature_store import FeatureStore, ItemTooLarge, Lookup, Ticket
 
 pytestmark = pytest.mark.cpu
@@ -286,4 +287,3 @@ TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
     max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestStoreMachine.pytestmark = [pytest.mark.cpu]

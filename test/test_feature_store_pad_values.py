@@ -8,6 +8,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from spaceserve.feature_store.pad_values import PAD_VALUE_SPACE, KeyedPermutation, PadValueRegistry
 
 pytestmark = pytest.mark.cpu

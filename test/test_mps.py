@@ -8,9 +8,11 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from spaceserve.partition import mps
 from spaceserve.partition.mps import MpsDaemon
 
@@ -106,7 +108,7 @@ def mps_processes() -> set[int]:
 
 
 @pytest.fixture
-def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """An environment whose PATH has the stand-in, whose temporary directory is the test's own."""
     directory = tmp_path / "bin"
     directory.mkdir()
@@ -146,6 +148,8 @@ def test_own_daemon_starts_answers_and_ends(environ: dict[str, str], caplog: pyt
         assert running.is_alive()
         assert running.server_pids() == []
         assert len(mps_processes()) == 1
+        assert running.pipe_directory is not None
+        assert running.log_directory is not None
         names = running.client_environ
         assert names[mps.PIPE_VARIABLE] == str(running.pipe_directory)
         assert names[mps.LOG_VARIABLE] == str(running.log_directory)
@@ -193,7 +197,7 @@ def test_a_named_directory_without_a_daemon_is_a_reason_not_a_new_daemon(
     environ: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with daemon(environ, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path)) as guest:
-        assert "no control daemon answers at CUDA_MPS_PIPE_DIRECTORY" in guest.reason
+        assert "no control daemon answers at CUDA_MPS_PIPE_DIRECTORY" in (guest.reason or "")
         assert guest.client_environ == {}
         assert not mps_processes()
     assert sum("take turns" in record.message for record in caplog.records) == 1
@@ -212,7 +216,7 @@ def test_where_mps_cannot_run_there_is_a_reason_and_one_warning(
 ) -> None:
     running = MpsDaemon(environ={**environ, **settings}, gpu_present=lambda: gpu)
     running.start()
-    assert words in running.reason
+    assert words in (running.reason or "")
     assert not running.restart()
     assert not running.is_alive()
     assert running.client_environ == {}
@@ -225,7 +229,7 @@ def test_where_mps_cannot_run_there_is_a_reason_and_one_warning(
 def test_a_daemon_that_never_answers_is_a_reason(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mps, "_START_TIMEOUT_S", 0.5)
     with daemon(environ, FAKE_MPS="mute") as running:
-        assert "does not answer" in running.reason
+        assert "does not answer" in (running.reason or "")
 
 
 def test_a_killed_daemon_is_noticed_and_restarted_in_place(environ: dict[str, str]) -> None:
@@ -233,6 +237,7 @@ def test_a_killed_daemon_is_noticed_and_restarted_in_place(environ: dict[str, st
         names = running.client_environ
         running._command("start_server -uid 0")
         (old_server,) = running.server_pids()
+        assert running._control_pid is not None
         os.kill(running._control_pid, signal.SIGKILL)
         wait_until(lambda: not running.is_alive())
         assert running.restart()
@@ -275,11 +280,12 @@ if sys.argv[1] == "wait":
 """
 
 
-def run_owner(environ: dict[str, str], how: str) -> subprocess.Popen:
+def run_owner(environ: dict[str, str], how: str) -> subprocess.Popen[str]:
     env = {**os.environ, **environ}
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, how, mps.__file__], env=env, stdout=subprocess.PIPE, text=True
     )
+    assert process.stdout is not None
     assert process.stdout.readline().startswith("None "), "the daemon did not start"
     return process
 
@@ -316,7 +322,7 @@ def test_a_daemon_of_another_container_is_left_alone(environ: dict[str, str], sp
         assert not foreign.exists()
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never happened"

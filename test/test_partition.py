@@ -4,11 +4,13 @@ import ctypes
 import logging
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from spaceserve.partition import BACKENDS, PartitionUnavailable, SimulatedPartitioner, make_partitioner
 from spaceserve.partition import ladder as ld
 from spaceserve.partition.green_ctx import hardware_granularity
@@ -248,7 +250,7 @@ uint64_t get_high(void) { return last_high; }
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("num_tpcs", [54, 64, 66, 128])
-def test_libsmctrl_gets_the_mask_that_its_header_declares(num_tpcs: int, tmp_path) -> None:
+def test_libsmctrl_gets_the_mask_that_its_header_declares(num_tpcs: int, tmp_path: Path) -> None:
     """The 128-bit argument of libsmctrl_set_stream_mask_ext has no ctypes type: two words must do."""
     path = tmp_path / "librecorder.so"
     (tmp_path / "recorder.c").write_text(RECORDER)

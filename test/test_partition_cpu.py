@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
+
 from spaceserve.partition import make_partitioner
 from spaceserve.partition.cpu_affinity import CpuAffinityPartitioner, order_by_siblings, pin_process
 
@@ -29,7 +31,7 @@ def affinities() -> dict[int, set[int]]:
 
 
 @pytest.fixture
-def parked_thread():
+def parked_thread() -> Iterator[threading.Thread]:
     """A thread that existed before any group was activated."""
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
@@ -44,6 +46,7 @@ def test_every_thread_moves_to_the_group_and_back(parked_thread: threading.Threa
     (torch.randn(256, 256) @ torch.randn(256, 256)).sum().item()  # torch's workers exist now
     before, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
     with make_partitioner("cpu_affinity", device="cpu", total_units=2) as partitioner:
+        assert isinstance(partitioner, CpuAffinityPartitioner)
         assert partitioner.rungs == (1, 2)
         group = partitioner.group(1)
         complement = partitioner.complement(group)
@@ -67,6 +70,7 @@ def test_groups_nest_and_close_gives_everything_back() -> None:
     partitioner = CpuAffinityPartitioner()
     group = partitioner.group(1)
     other = partitioner.complement(group)
+    assert other is not None
     with group.activate():
         with pytest.raises(RuntimeError, match="inside"), other.activate():
             raise RuntimeError("inside")
@@ -125,5 +129,7 @@ def test_rungs_of_a_server_with_many_cores() -> None:
     group = partitioner.group(20)
     assert group.granted == 24
     assert group.cores == tuple(range(24))
-    assert partitioner.complement(group).cores == tuple(range(24, 96))
+    complement = partitioner.complement(group)
+    assert complement is not None
+    assert complement.cores == tuple(range(24, 96))
     assert partitioner.complement(partitioner.group(96)) is None

@@ -5,8 +5,11 @@ Small and quick, so that it also runs under compute-sanitizer:
 The figures are in benchmark/gpu_partition.py.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
 from spaceserve.partition import PartitionUnavailable, make_partitioner
 from spaceserve.partition.green_ctx import GreenCtxPartitioner
 from spaceserve.partition.probe import Probe
@@ -25,13 +28,13 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def partitioner(device: torch.device):
+def partitioner(device: torch.device) -> Iterator[GreenCtxPartitioner]:
     with GreenCtxPartitioner(device=device) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def probe(device: torch.device):
+def probe(device: torch.device) -> Iterator[Probe]:
     made = Probe(device)
     yield made
     torch.cuda.synchronize(device)
@@ -67,7 +70,9 @@ def test_a_second_partitioner_and_a_second_stream_get_the_same_sms(
     assert sms_of(probe, group.new_stream(), rung) == seen
     with GreenCtxPartitioner(device=device) as other:
         assert sms_of(probe, other.group(rung).stream, rung) == seen
-        assert not sms_of(probe, other.complement_of(rung).stream, other.total_units - rung) & seen
+        rest = other.complement_of(rung)
+        assert rest is not None
+        assert not sms_of(probe, rest.stream, rest.granted) & seen
 
 
 def test_torch_work_goes_to_the_active_group_and_comes_back(partitioner: GreenCtxPartitioner) -> None:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
 from spaceserve.partition import PartitionUnavailable
 from spaceserve.partition.cuda_driver import CudaDriverError, check
 from spaceserve.partition.probe import compile_cubin

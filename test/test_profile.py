@@ -6,9 +6,11 @@ import itertools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
 from spaceserve.partition import SimulatedPartitioner, UnitGroup, make_partitioner
 from spaceserve.profile import sweep, validate
 from spaceserve.profile.__main__ import main, profile
@@ -24,7 +26,7 @@ from spaceserve.sis.standin import standin_curves
 
 pytestmark = pytest.mark.cpu
 
-TINY_CONFIG = {
+TINY_CONFIG: dict[str, Any] = {
     "model_type": "qwen2_vl",
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -34,7 +36,7 @@ TINY_CONFIG = {
     "vocab_size": 256,
     "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
 }
-WINDOWED_CONFIG = {
+WINDOWED_CONFIG: dict[str, Any] = {
     **TINY_CONFIG,
     "model_type": "qwen2_5_vl",
     "vision_config": {
@@ -70,7 +72,7 @@ def tiny_work(shape: ModelShape) -> Workloads:
 
 
 @pytest.mark.parametrize("shape", [TINY, WINDOWED], ids=["qwen2_vl", "qwen2_5_vl"])
-def test_every_operator_of_the_grid_runs_and_curves_are_their_sums(shape):
+def test_every_operator_of_the_grid_runs_and_curves_are_their_sums(shape: ModelShape) -> None:
     partitioner = SimulatedPartitioner(total_units=32, min_units=8, step=8)
     groups = sweep.Groups.of(partitioner, partitioner.rungs)
     assert list(groups.encoder) == [8, 16, 24, 32]
@@ -99,16 +101,21 @@ def test_every_operator_of_the_grid_runs_and_curves_are_their_sums(shape):
     json.dumps(rows)
 
 
-def test_cells_beyond_the_bounds_are_scaled_by_their_work():
-    make = lambda x, y: lambda: None  # noqa: E731
-    op = sweep.Operator("a", "encoder", "attention", 1, (10, 100), (1, 4, 16), make, lambda x, y: x * y <= 100)
-    table = {(8, 10, 1): 1.0, (8, 10, 4): 3.0, (8, 100, 1): 20.0}
+def test_cells_beyond_the_bounds_are_scaled_by_their_work() -> None:
+    def make(x: int, y: int | None) -> Run:
+        return lambda: None
+
+    def allowed(x: int, y: int | None) -> bool:
+        return x * (y or 1) <= 100
+
+    op = sweep.Operator("a", "encoder", "attention", 1, (10, 100), (1, 4, 16), make, allowed)
+    table: dict[tuple[int, int, int | None], float] = {(8, 10, 1): 1.0, (8, 10, 4): 3.0, (8, 100, 1): 20.0}
     assert sweep._filled(op, table, 8, 10, 16) == pytest.approx(12.0)
     assert sweep._filled(op, table, 8, 100, 16) == pytest.approx(320.0)
     assert sweep._filled(op, table, 8, 10, 4) == 3.0
 
 
-def test_a_group_on_which_an_operator_fails_is_left_out_and_named():
+def test_a_group_on_which_an_operator_fails_is_left_out_and_named() -> None:
     class Failing(FormulaTimer):
         def measure(self, run: Run, group: UnitGroup, budget_ms: float, *, long_graph: bool = False) -> float:
             if group.granted == 8 and group.is_complement:
@@ -128,7 +135,7 @@ def test_a_group_on_which_an_operator_fails_is_left_out_and_named():
     assert min(curves["encoder_linear"].units) == 8
 
 
-def test_rungs_of_the_quick_mode_are_spread_and_keep_both_ends():
+def test_rungs_of_the_quick_mode_are_spread_and_keep_both_ends() -> None:
     partitioner = SimulatedPartitioner(total_units=132, min_units=16, step=8)
     picked = sweep.pick_rungs(partitioner, 7)
     assert (picked[0], picked[-1], len(picked)) == (16, 132, 7)
@@ -137,7 +144,7 @@ def test_rungs_of_the_quick_mode_are_spread_and_keep_both_ends():
 
 
 @pytest.mark.parametrize("shape", [TINY, WINDOWED], ids=["qwen2_vl", "qwen2_5_vl"])
-def test_whole_forwards_have_the_shapes_of_the_model(shape):
+def test_whole_forwards_have_the_shapes_of_the_model(shape: ModelShape) -> None:
     kernels = choose_kernels(CPU, torch.float32)
     encoder = EncoderModel(shape, CPU, torch.float32, kernels)
     assert encoder.forward_fn([64, 32])().shape == (24, 64)
@@ -146,7 +153,7 @@ def test_whole_forwards_have_the_shapes_of_the_model(shape):
     assert decoder.prefill_fn(5, 7)().shape == (1, 256)
 
 
-def test_prefill_attention_is_causal_with_the_queries_at_the_end():
+def test_prefill_attention_is_causal_with_the_queries_at_the_end() -> None:
     kernels = choose_kernels(CPU, torch.float32)
     q, k, v = torch.randn(3, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     out = kernels.prefill_attention(q, k, v, torch.tensor([0, 3]), torch.tensor([0, 5]))
@@ -157,7 +164,7 @@ def test_prefill_attention_is_causal_with_the_queries_at_the_end():
             torch.testing.assert_close(out[i, head], weights @ v[: 3 + i, head // 2])
 
 
-def test_decode_attention_reads_every_key_of_its_group():
+def test_decode_attention_reads_every_key_of_its_group() -> None:
     kernels = choose_kernels(CPU, torch.float32)
     q, k, v = torch.randn(2, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
     out = kernels.decode_attention(q, k, v, torch.tensor([6, 6]))
@@ -178,7 +185,7 @@ class FormulaPair(PairTimer):
         pass
 
 
-def test_contention_names_each_case_and_shares_the_whole_device_only_unmasked():
+def test_contention_names_each_case_and_shares_the_whole_device_only_unmasked() -> None:
     partitioner = SimulatedPartitioner(total_units=32, min_units=8, step=8)
     found = measure_contention(partitioner, partitioner.rungs, FormulaPair(), lambda: None)
     assert found["encoder_beside_decode_masked"] == {8: 10.0, 16: 10.0, 24: 10.0}
@@ -187,7 +194,7 @@ def test_contention_names_each_case_and_shares_the_whole_device_only_unmasked():
     assert found["prefill_beside_encoder_unmasked"] == {8: 21.0, 16: 21.0, 24: 21.0, 32: 21.0}
 
 
-def test_validation_sizes_are_in_no_grid():
+def test_validation_sizes_are_in_no_grid() -> None:
     for held_out, grids in (
         (validate.GPU_HELD_OUT, (sweep.FULL, sweep.QUICK)),
         (validate.CPU_HELD_OUT, (sweep.CPU_FULL, sweep.CPU_QUICK)),
@@ -200,7 +207,7 @@ def test_validation_sizes_are_in_no_grid():
             assert not {t for t, _ in held_out.prefill_chunks} & set(grid.tokens)
 
 
-def test_validation_errors_are_relative_to_what_was_measured():
+def test_validation_errors_are_relative_to_what_was_measured() -> None:
     make = lambda p, m: validate.Comparison(phase="decode", size="x", units=8, predicted_ms=p, measured_ms=m)  # noqa: E731
     found = [make(1.0, 2.0), make(3.0, 2.0), make(2.2, 2.0)]
     assert validate.summary(found)["errors"]["all"] == {"median_error": 0.5, "worst_error": 0.5, "num_points": 3}
@@ -214,7 +221,7 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a split needs two cores")
-def test_the_real_loop_on_two_cores_gives_curves_that_sis_takes(model_folder):
+def test_the_real_loop_on_two_cores_gives_curves_that_sis_takes(model_folder: Path) -> None:
     affinity, threads = os.sched_getaffinity(0), torch.get_num_threads()
     out = model_folder / "curves.json"
     arguments = [
@@ -243,13 +250,13 @@ def test_the_real_loop_on_two_cores_gives_curves_that_sis_takes(model_folder):
     assert sis.decide(GpuState(encoder_patches=(64,))).encoder_units == 2
 
 
-def test_curves_are_plotted(tmp_path):
+def test_curves_are_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: no plot")
     plot_curves(standin_curves(), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_simulated_units_profile_without_confinement(model_folder):
+def test_simulated_units_profile_without_confinement(model_folder: Path) -> None:
     partitioner = make_partitioner("simulated", device="cpu", total_units=16, min_units=4, step=4)
     with torch.inference_mode():
         curves = profile(TINY, partitioner, CPU, quick=True, with_contention=False, show_progress=False)
@@ -257,7 +264,7 @@ def test_simulated_units_profile_without_confinement(model_folder):
     assert curves.contention == {}
 
 
-def test_cpu_timer_takes_the_median_of_calls_inside_the_group():
+def test_cpu_timer_takes_the_median_of_calls_inside_the_group() -> None:
     partitioner = SimulatedPartitioner(total_units=4, min_units=1, step=1)
     seen = []
     assert CpuTimer().measure(lambda: seen.append(partitioner.active), partitioner.group(2), 0.001) >= 0.0
@@ -265,7 +272,7 @@ def test_cpu_timer_takes_the_median_of_calls_inside_the_group():
     assert all(group is partitioner.group(2) for group in seen)
 
 
-def test_errors_for_users_name_what_is_wrong(tmp_path, capsys):
+def test_errors_for_users_name_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-path", str(tmp_path), "--device", "cpu"]) == 2
     assert "config.json" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

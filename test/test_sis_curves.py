@@ -7,10 +7,13 @@ import json
 import math
 import statistics
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from spaceserve.sis import curves_for, device_spec, estimate_curves, find_curves, shape_from_hf_config
 from spaceserve.sis.curves import CURVE_AXES, Curve, DeviceCurves, isotonic, shipped_files
 from spaceserve.sis.roofline import KNOWN_DEVICES
@@ -27,7 +30,7 @@ from spaceserve.sis.standin import (
 
 pytestmark = pytest.mark.cpu
 
-QWEN2_VL_7B_CONFIG = {
+QWEN2_VL_7B_CONFIG: dict[str, Any] = {
     "model_type": "qwen2_vl",
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -47,7 +50,7 @@ QWEN2_VL_7B_CONFIG = {
         "temporal_patch_size": 2,
     },
 }
-QWEN2_5_VL_7B_CONFIG = {
+QWEN2_5_VL_7B_CONFIG: dict[str, Any] = {
     **{k: v for k, v in QWEN2_VL_7B_CONFIG.items() if k != "vision_config"},
     "model_type": "qwen2_5_vl",
     "vision_config": {
@@ -72,14 +75,14 @@ def errors(curves: DeviceCurves) -> list[float]:
     return [abs(p - ms) / ms for p, ms in predicted]
 
 
-def test_roofline_reproduces_the_measurements_it_was_fitted_to():
+def test_roofline_reproduces_the_measurements_it_was_fitted_to() -> None:
     found = errors(estimate_curves(QWEN2_VL_7B, KNOWN_DEVICES["NVIDIA H200"]))
     assert len(found) == 12
     assert statistics.median(found) < 0.10
     assert max(found) < 0.25
 
 
-def test_shipped_file_is_what_its_measurements_give_and_says_what_it_is():
+def test_shipped_file_is_what_its_measurements_give_and_says_what_it_is() -> None:
     file = next(f for f in shipped_files() if f.name == FILE_NAME)
     shipped = DeviceCurves.load(file)
     assert shipped.to_json() == json.loads(json.dumps(standin_curves().to_json()))
@@ -95,7 +98,7 @@ def test_shipped_file_is_what_its_measurements_give_and_says_what_it_is():
         )
 
 
-def test_curves_for_takes_the_shipped_file_and_else_an_estimate_that_says_so():
+def test_curves_for_takes_the_shipped_file_and_else_an_estimate_that_says_so() -> None:
     assert curves_for("NVIDIA H200", 132, QWEN2_VL_7B).source == "stand-in"
     other = curves_for("NVIDIA L40S", 142, QWEN2_VL_7B)
     assert other.source == "roofline"
@@ -105,7 +108,7 @@ def test_curves_for_takes_the_shipped_file_and_else_an_estimate_that_says_so():
 
 
 @pytest.mark.parametrize("name", KNOWN_DEVICES)
-def test_estimates_are_monotone_on_every_known_device(name):
+def test_estimates_are_monotone_on_every_known_device(name: str) -> None:
     device = KNOWN_DEVICES[name]
     curves = estimate_curves(QWEN2_VL_7B, device)
     units = range(8, device.num_sms + 1)
@@ -120,7 +123,7 @@ def test_estimates_are_monotone_on_every_known_device(name):
     assert curves.at(64).decode_step_ms(16, 6000) > curves.at(64).decode_step_ms(16, 3000)
 
 
-def test_shapes_come_from_configurations():
+def test_shapes_come_from_configurations() -> None:
     assert shape_from_hf_config(QWEN2_VL_7B_CONFIG) == QWEN2_VL_7B
     nested = {
         "model_type": "qwen2_vl",
@@ -150,7 +153,9 @@ def test_shapes_come_from_configurations():
         ({**QWEN2_VL_7B_CONFIG, "vision_config": {"embed_dim": 1280, "hidden_size": 1}}, "lacks"),
     ],
 )
-def test_configurations_that_cannot_be_profiled_are_refused(config, message, tmp_path):
+def test_configurations_that_cannot_be_profiled_are_refused(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         shape_from_hf_config(config)
     with pytest.raises(ValueError, match=r"config\.json"):
@@ -158,7 +163,9 @@ def test_configurations_that_cannot_be_profiled_are_refused(config, message, tmp
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.booleans())
-def test_isotonic_is_monotone_keeps_the_mean_and_leaves_monotone_data_alone(values, increasing):
+def test_isotonic_is_monotone_keeps_the_mean_and_leaves_monotone_data_alone(
+    values: list[float], increasing: bool
+) -> None:
     fitted = isotonic(values, increasing)
     pairs = list(pairwise(fitted))
     assert all(a <= b + 1e-9 for a, b in pairs) if increasing else all(a >= b - 1e-9 for a, b in pairs)
@@ -176,7 +183,9 @@ def test_isotonic_is_monotone_keeps_the_mean_and_leaves_monotone_data_alone(valu
     st.floats(1, 5000),
     st.integers(1, 132),
 )
-def test_interpolation_and_extrapolation_are_exact_for_power_laws(a, b, c, x, y, units):
+def test_interpolation_and_extrapolation_are_exact_for_power_laws(
+    a: float, b: float, c: float, x: float, y: float, units: int
+) -> None:
     def ms(u: float, x: float, y: float) -> float:
         return 1e-3 * u**c * x**a * y**b
 
@@ -186,7 +195,7 @@ def test_interpolation_and_extrapolation_are_exact_for_power_laws(a, b, c, x, y,
 
 
 @given(st.data())
-def test_fitted_tables_are_monotone_whatever_was_measured(data):
+def test_fitted_tables_are_monotone_whatever_was_measured(data: st.DataObject) -> None:
     us, xs, ys = (8, 16, 64), (1.0, 4.0, 16.0), (2.0, 8.0)
     noisy = [[[data.draw(st.floats(0.1, 10)) for _ in ys] for _ in xs] for _ in us]
     curve = Curve.fit("decode_attention", us, xs, ys, noisy)
@@ -195,7 +204,7 @@ def test_fitted_tables_are_monotone_whatever_was_measured(data):
             assert all(a[i][j] >= b[i][j] * (1 - 1e-9) for a, b in pairwise(curve.ms))
 
 
-def test_equal_images_stand_for_a_mixed_batch_of_the_same_rows_and_work():
+def test_equal_images_stand_for_a_mixed_batch_of_the_same_rows_and_work() -> None:
     curves = standin_curves()
     at = curves.at(96)
     assert at.encoder_batch_ms([5329]) == at.encoder_batch_ms((5329,))
@@ -205,7 +214,7 @@ def test_equal_images_stand_for_a_mixed_batch_of_the_same_rows_and_work():
     assert at.encoder_batch_ms([]) == 0
 
 
-def test_files_round_trip_and_other_versions_are_refused(tmp_path):
+def test_files_round_trip_and_other_versions_are_refused(tmp_path: Path) -> None:
     curves = estimate_curves(QWEN2_VL_7B, KNOWN_DEVICES["NVIDIA L4"])
     curves = dataclasses.replace(curves, contention={"encoder_beside_decode_masked": {16: 1.25}}, _slices={})
     file = tmp_path / "curves.json"
@@ -228,7 +237,7 @@ def test_files_round_trip_and_other_versions_are_refused(tmp_path):
         DeviceCurves.load(file)
 
 
-def test_malformed_tables_are_refused():
+def test_malformed_tables_are_refused() -> None:
     with pytest.raises(ValueError, match="ascending"):
         Curve("decode_linear", (8, 8), (1.0,), (1.0,), (((1.0,),), ((1.0,),)))
     with pytest.raises(ValueError, match="shape"):
@@ -240,7 +249,7 @@ def test_malformed_tables_are_refused():
     assert set(CURVE_AXES) == set(standin_curves().curves)
 
 
-def test_contention_is_interpolated_held_flat_and_never_carried_to_the_whole_device():
+def test_contention_is_interpolated_held_flat_and_never_carried_to_the_whole_device() -> None:
     curves = dataclasses.replace(
         standin_curves(), contention={"encoder_beside_decode_masked": {32: 1.2, 64: 1.4, 132: 9.0}}, _slices={}
     )

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from spaceserve.sis.curves import CURVE_AXES, Curve, DeviceCurves
-from spaceserve.sis.policy import CORRECTION_BOUNDS, GpuState, SpaceInferenceScheduler, Split
+from spaceserve.sis.policy import CORRECTION_BOUNDS, GpuState, MaskMode, Objective, SpaceInferenceScheduler, Split
 
 pytestmark = pytest.mark.cpu
+
+Device = tuple[DeviceCurves, tuple[int, ...]]
 
 # Not a global profile: other test files keep their own.
 PROPERTY = settings(deadline=None, max_examples=100, derandomize=True)
@@ -52,7 +56,7 @@ def power_law_curves(
 
 
 @st.composite
-def devices(draw: st.DrawFn) -> tuple[DeviceCurves, tuple[int, ...]]:
+def devices(draw: st.DrawFn) -> Device:
     total = draw(st.integers(8, 132))
     step = draw(st.sampled_from([s for s in (1, 2, 8) if s < total]))
     rungs = (*range(step, total, step), total)
@@ -91,7 +95,9 @@ modes = st.sampled_from(["encoder", "both"])
 
 @PROPERTY
 @given(devices(), st.lists(states, min_size=1, max_size=8), objectives, modes, st.floats(0.1, 1000))
-def test_split_is_a_rung_and_sides_fit(device, sequence, objective, mode, target):
+def test_split_is_a_rung_and_sides_fit(
+    device: Device, sequence: list[GpuState], objective: Objective, mode: MaskMode, target: float
+) -> None:
     curves, rungs = device
     sis = SpaceInferenceScheduler(curves, rungs, objective, target, mode)
     for state in sequence:
@@ -136,7 +142,7 @@ def brute_force(
 
 @PROPERTY
 @given(devices(), busy_states, modes, st.floats(0, 20))
-def test_least_time_is_the_minimum(device, state, mode, weight):
+def test_least_time_is_the_minimum(device: Device, state: GpuState, mode: MaskMode, weight: float) -> None:
     curves, rungs = device
     split = SpaceInferenceScheduler(curves, rungs, "least_time", None, mode, decode_weight=weight).decide(state)
     costs = {n: e + weight * d for n, (e, d) in brute_force(curves, rungs, mode, state).items()}
@@ -146,7 +152,9 @@ def test_least_time_is_the_minimum(device, state, mode, weight):
 
 @PROPERTY
 @given(devices(), busy_states, modes, st.floats(0.01, 5))
-def test_target_is_met_whenever_a_rung_meets_it_else_least_harm(device, state, mode, relative):
+def test_target_is_met_whenever_a_rung_meets_it_else_least_harm(
+    device: Device, state: GpuState, mode: MaskMode, relative: float
+) -> None:
     curves, rungs = device
     options = brute_force(curves, rungs, mode, state)
     target = relative * sorted(d for _, d in options.values())[len(options) // 2]
@@ -161,7 +169,9 @@ def test_target_is_met_whenever_a_rung_meets_it_else_least_harm(device, state, m
 
 @PROPERTY
 @given(devices(), busy_states, modes, st.floats(0.01, 100), st.floats(1, 10))
-def test_a_looser_target_never_costs_the_encoder_share(device, state, mode, target, looser):
+def test_a_looser_target_never_costs_the_encoder_share(
+    device: Device, state: GpuState, mode: MaskMode, target: float, looser: float
+) -> None:
     curves, rungs = device
     tight = SpaceInferenceScheduler(curves, rungs, "tpot", target, mode).decide(state)
     loose = SpaceInferenceScheduler(curves, rungs, "tpot", target * looser, mode).decide(state)
@@ -171,7 +181,9 @@ def test_a_looser_target_never_costs_the_encoder_share(device, state, mode, targ
 
 @PROPERTY
 @given(devices(), st.lists(busy_states, min_size=2, max_size=8), modes, st.floats(0, 50_000))
-def test_hysteresis_never_loses_more_than_a_switch_costs(device, sequence, mode, cost_us):
+def test_hysteresis_never_loses_more_than_a_switch_costs(
+    device: Device, sequence: list[GpuState], mode: MaskMode, cost_us: float
+) -> None:
     curves, rungs = device
     sis = SpaceInferenceScheduler(curves, rungs, "least_time", None, mode, cost_us)
     previous: Split | None = None
@@ -189,7 +201,9 @@ def test_hysteresis_never_loses_more_than_a_switch_costs(device, sequence, mode,
 
 @PROPERTY
 @given(devices(), st.lists(busy_states, min_size=2, max_size=8), modes, st.floats(0.1, 100), st.floats(0, 50_000))
-def test_hysteresis_never_breaks_a_target_that_a_rung_keeps(device, sequence, mode, target, cost_us):
+def test_hysteresis_never_breaks_a_target_that_a_rung_keeps(
+    device: Device, sequence: list[GpuState], mode: MaskMode, target: float, cost_us: float
+) -> None:
     curves, rungs = device
     sis = SpaceInferenceScheduler(curves, rungs, "tpot", target, mode, cost_us)
     for state in sequence:
@@ -204,7 +218,7 @@ def test_hysteresis_never_breaks_a_target_that_a_rung_keeps(device, sequence, mo
 
 @PROPERTY
 @given(devices(), st.lists(states, min_size=1, max_size=6), objectives, modes)
-def test_same_calls_same_splits(device, sequence, objective, mode):
+def test_same_calls_same_splits(device: Device, sequence: list[GpuState], objective: Objective, mode: MaskMode) -> None:
     curves, rungs = device
 
     def run() -> list[Split]:
@@ -221,7 +235,9 @@ def test_same_calls_same_splits(device, sequence, objective, mode):
 
 @PROPERTY
 @given(devices(), busy_states, modes, st.floats(0, 0.99))
-def test_reconsider_scales_the_encoder_and_keeps_its_rung_for_small_gains(device, state, mode, progress):
+def test_reconsider_scales_the_encoder_and_keeps_its_rung_for_small_gains(
+    device: Device, state: GpuState, mode: MaskMode, progress: float
+) -> None:
     curves, rungs = device
     sis = SpaceInferenceScheduler(curves, rungs, "least_time", None, mode, switch_cost_us=1e12)
     first = sis.decide(state)
@@ -231,14 +247,14 @@ def test_reconsider_scales_the_encoder_and_keeps_its_rung_for_small_gains(device
     assert again.predicted_encoder_ms == pytest.approx((1 - progress) * first.predicted_encoder_ms)
 
 
-def make_sis(**kwargs: object) -> SpaceInferenceScheduler:
-    return SpaceInferenceScheduler(power_law_curves(64), (*range(8, 64, 8), 64), **kwargs)  # type: ignore[arg-type]
+def make_sis(**kwargs: Any) -> SpaceInferenceScheduler:
+    return SpaceInferenceScheduler(power_law_curves(64), (*range(8, 64, 8), 64), **kwargs)
 
 
 BUSY = GpuState(encoder_patches=(1000,), decode_batch=8, mean_context_tokens=50)
 
 
-def test_between_layers_the_encoder_yields_when_decode_arrives_and_takes_all_when_it_ends():
+def test_between_layers_the_encoder_yields_when_decode_arrives_and_takes_all_when_it_ends() -> None:
     sis = make_sis(objective="tpot", tpot_target_ms=4.0)
     only_encoder = GpuState(encoder_patches=(1000,))
     assert sis.decide(only_encoder).encoder_units == 64
@@ -252,7 +268,7 @@ def test_between_layers_the_encoder_yields_when_decode_arrives_and_takes_all_whe
     assert sis.num_switches == 2
 
 
-def test_a_broken_target_moves_the_encoder_whatever_a_switch_costs():
+def test_a_broken_target_moves_the_encoder_whatever_a_switch_costs() -> None:
     sis = make_sis(objective="tpot", tpot_target_ms=2.0, switch_cost_us=1e9)
     light = GpuState(encoder_patches=(1000,), decode_batch=1, mean_context_tokens=50)
     assert sis.decide(light).encoder_units == 56
@@ -263,7 +279,7 @@ def test_a_broken_target_moves_the_encoder_whatever_a_switch_costs():
     assert sis.reconsider(light, 0.2).encoder_units == 40
 
 
-def test_a_new_batch_after_idling_chooses_freely():
+def test_a_new_batch_after_idling_chooses_freely() -> None:
     sis = make_sis(objective="tpot", tpot_target_ms=2.0, switch_cost_us=1e9)
     light = GpuState(encoder_patches=(1000,), decode_batch=1, mean_context_tokens=50)
     assert sis.decide(dataclasses.replace(light, decode_batch=16)).encoder_units == 40
@@ -275,17 +291,17 @@ def test_a_new_batch_after_idling_chooses_freely():
     assert sis.num_switches == 0
 
 
-def test_prefill_counts_in_least_time_and_not_in_the_target():
+def test_prefill_counts_in_least_time_and_not_in_the_target() -> None:
     with_prefill = dataclasses.replace(BUSY, prefill_tokens=4000)
     assert make_sis().decide(with_prefill).encoder_units < make_sis().decide(BUSY).encoder_units
-    tpot = {"objective": "tpot", "tpot_target_ms": 6.0}
+    tpot: dict[str, Any] = {"objective": "tpot", "tpot_target_ms": 6.0}
     assert make_sis(**tpot).decide(with_prefill).encoder_units == make_sis(**tpot).decide(BUSY).encoder_units
     # Prefill without decode is no idle decoder: the device is shared, whatever the objective.
     alone = GpuState(encoder_patches=(1000,), prefill_tokens=2000)
     assert make_sis(**tpot).decide(alone).encoder_units < 64
 
 
-def test_the_whole_device_is_shared_only_where_its_contention_was_measured():
+def test_the_whole_device_is_shared_only_where_its_contention_was_measured() -> None:
     curves = power_law_curves(64, contention={"decode_beside_encoder_unmasked": {64: 1.0}})
     rungs = (*range(8, 64, 8), 64)
     assert SpaceInferenceScheduler(curves, rungs, mask_mode="encoder").shared_rungs == rungs
@@ -295,7 +311,7 @@ def test_the_whole_device_is_shared_only_where_its_contention_was_measured():
 
 @PROPERTY
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=60))
-def test_correction_is_bounded(ratios):
+def test_correction_is_bounded(ratios: list[float]) -> None:
     sis = make_sis()
     low, high = CORRECTION_BOUNDS
     for ratio in ratios:
@@ -305,7 +321,7 @@ def test_correction_is_bounded(ratios):
             assert all(low <= f <= high for f in sis.correction(n))
 
 
-def test_correction_converges_on_a_drift_and_is_shared_with_rungs_never_tried():
+def test_correction_converges_on_a_drift_and_is_shared_with_rungs_never_tried() -> None:
     sis = make_sis()
     for _ in range(80):
         split = sis.decide(BUSY)
@@ -316,14 +332,14 @@ def test_correction_converges_on_a_drift_and_is_shared_with_rungs_never_tried():
     assert sis.correction(untried)[0] == pytest.approx(1.4, rel=0.25)
 
 
-def test_one_outlier_moves_a_prediction_by_less_than_a_fifth():
+def test_one_outlier_moves_a_prediction_by_less_than_a_fifth() -> None:
     sis = make_sis()
     split = sis.decide(BUSY)
     sis.observe(split, split.raw_encoder_ms * 1e6)
     assert 1.0 < sis.correction(split.encoder_units)[0] < 2**0.3
 
 
-def test_decisions_are_kept_in_a_ring_with_measured_times_and_become_json():
+def test_decisions_are_kept_in_a_ring_with_measured_times_and_become_json() -> None:
     sis = make_sis(log_size=3)
     first = sis.decide(BUSY)
     for _ in range(3):
@@ -348,12 +364,12 @@ def test_decisions_are_kept_in_a_ring_with_measured_times_and_become_json():
         ({"log_size": 0}, "log_size"),
     ],
 )
-def test_bad_arguments_are_refused(change, message):
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_sis(**change)
 
 
-def test_bad_rungs_states_and_measurements_are_refused():
+def test_bad_rungs_states_and_measurements_are_refused() -> None:
     curves = power_law_curves(64)
     for rungs, message in (((64, 8), "ascending"), ((8, 16), "whole device"), ((), "ascending"), ((64,), "leaves")):
         with pytest.raises(ValueError, match=message):

@@ -11,6 +11,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
+
 from spaceserve.sis.state_board import (
     DecodeState,
     StateBoardReader,
@@ -42,7 +43,7 @@ def consistent_state(i: int) -> DecodeState:
     )
 
 
-def test_states_round_trip_and_the_creator_unlinks(name):
+def test_states_round_trip_and_the_creator_unlinks(name: str) -> None:
     with StateBoardWriter(name) as writer:
         with StateBoardReader(name) as reader:
             assert reader.read() is None
@@ -64,7 +65,7 @@ def test_states_round_trip_and_the_creator_unlinks(name):
         late.read()
 
 
-def test_mean_context_and_staleness():
+def test_mean_context_and_staleness() -> None:
     state = DecodeState(timestamp_ns=1_000, step=1, running_batch=4, context_tokens_sum=1000)
     assert state.mean_context_tokens == 250.0
     assert DecodeState(timestamp_ns=0, step=0, running_batch=0, context_tokens_sum=0).mean_context_tokens == 0.0
@@ -72,7 +73,7 @@ def test_mean_context_and_staleness():
     assert state.is_stale(now_ns=1_501, max_age_ns=500)
 
 
-def test_names_are_taken_once_and_checked(name):
+def test_names_are_taken_once_and_checked(name: str) -> None:
     with StateBoardWriter(name):
         with pytest.raises(FileExistsError):
             StateBoardWriter(name)
@@ -82,7 +83,7 @@ def test_names_are_taken_once_and_checked(name):
             StateBoardWriter(bad)
 
 
-def test_files_that_are_no_board_are_refused(name):
+def test_files_that_are_no_board_are_refused(name: str) -> None:
     file = _path(name)
     try:
         for content in (b"", bytes(128), b"x" * 4096):
@@ -93,7 +94,7 @@ def test_files_that_are_no_board_are_refused(name):
         file.unlink()
 
 
-def test_a_state_that_does_not_fit_leaves_the_last_one(name):
+def test_a_state_that_does_not_fit_leaves_the_last_one(name: str) -> None:
     with StateBoardWriter(name) as writer, StateBoardReader(name) as reader:
         writer.publish(consistent_state(5))
         with pytest.raises(ValueError, match="does not fit"):
@@ -101,7 +102,7 @@ def test_a_state_that_does_not_fit_leaves_the_last_one(name):
         assert reader.read() == consistent_state(5)
 
 
-def test_half_written_and_damaged_boards_are_never_returned(name):
+def test_half_written_and_damaged_boards_are_never_returned(name: str) -> None:
     with StateBoardWriter(name) as writer, StateBoardReader(name) as reader:
         writer.publish(consistent_state(9))
         assert writer._map is not None
@@ -130,7 +131,7 @@ def _write_for_ever(name: str, ready: Event, stop: Event) -> None:
                 writer.publish(consistent_state(i))
 
 
-def test_no_torn_read_beside_a_writer_in_another_process(name):
+def test_no_torn_read_beside_a_writer_in_another_process(name: str) -> None:
     context = multiprocessing.get_context("spawn")
     ready, stop = context.Event(), context.Event()
     process = context.Process(target=_write_for_ever, args=(name, ready, stop))
@@ -154,7 +155,7 @@ def test_no_torn_read_beside_a_writer_in_another_process(name):
     assert not _path(name).exists()
 
 
-def test_an_attacher_neither_unlinks_nor_warns_at_exit(name):
+def test_an_attacher_neither_unlinks_nor_warns_at_exit(name: str) -> None:
     code = (
         "import sys; from spaceserve.sis.state_board import StateBoardReader\n"
         "print(StateBoardReader(sys.argv[1]).read().step)"  # never closed, as after a crash

@@ -52,8 +52,12 @@ class Preprocessor:
         if device.type == "cuda":
             self._kwargs["device"] = str(device)
 
-    def patches(self, image: Image.Image, source: ImageSource) -> torch.Tensor:
+    def patches(self, image: Image.Image | torch.Tensor, source: ImageSource) -> torch.Tensor:
         """Resize, normalise and cut to patches.
+
+        Args:
+            image: RGB; as a tensor uint8 `[3, height, width]`.
+            source: what the header said.
 
         Returns:
             `[num_patches, patch_dim]`, float32, on the device.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from spaceserve.encoder.runner import Batch, ItemFailure
 from spaceserve.encoder_schedule.queue import EncodeItem, EncodeQueue
-from spaceserve.feature_store.store import FeatureStore, ItemTooLarge
+from spaceserve.feature_store.store import FeatureStore, ItemTooLarge, Ticket
 from spaceserve.messages import (
     DropCached,
     EncodeRequest,
@@ -178,7 +178,9 @@ class EncoderService:
         return batches
 
     def _begin(self, items: list[EncodeItem], now_s: float) -> Batch | None:
-        tickets, done, touched = [], [], {}
+        tickets: list[Ticket] = []
+        done: list[bytes] = []
+        touched: dict[str, None] = {}
         for item in items:
             for try_id in self.queue.wanted(item.key):
                 touched[try_id] = None

@@ -6,9 +6,9 @@ import threading
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
-from typing_extensions import Self
+from typing_extensions import Self, TypeVar
 
 from .ladder import complement_units, round_to_rung
 
@@ -70,7 +70,10 @@ class UnitGroup(ABC):
         return f"<{side} of {self.granted} units (requested {self.requested}) of {self.total_units}>"
 
 
-class Partitioner(ABC):
+GroupT_co = TypeVar("GroupT_co", bound=UnitGroup, covariant=True, default=UnitGroup)
+
+
+class Partitioner(ABC, Generic[GroupT_co]):
     """A ladder of unit groups on one device. Make one with :func:`spaceserve.partition.make_partitioner`.
 
     One process may hold several. Methods may be called from any thread; a group is *activated* by one thread at a
@@ -95,14 +98,14 @@ class Partitioner(ABC):
         self.rungs = rungs
         self.min_complement = min_complement
         self.closed = False
-        self._groups: dict[tuple[int, int, bool], UnitGroup] = {}
+        self._groups: dict[tuple[int, int, bool], GroupT_co] = {}
         self._lock = threading.RLock()
 
     @abstractmethod
-    def _make_group(self, *, requested: int, granted: int, is_complement: bool) -> UnitGroup:
+    def _make_group(self, *, requested: int, granted: int, is_complement: bool) -> GroupT_co:
         """A group of exactly ``granted`` units. Called under the lock, once for each pair of sizes and side."""
 
-    def group(self, requested: int) -> UnitGroup:
+    def group(self, requested: int) -> GroupT_co:
         """The group of the smallest rung that is at least ``requested`` (see :func:`ladder.round_to_rung`).
 
         On 132 SMs in steps of 8: 60 gives 64, 64 gives 64, 65 gives 72, 129 gives the whole device.
@@ -112,7 +115,7 @@ class Partitioner(ABC):
         """
         return self._cached(requested, round_to_rung(self.rungs, requested), is_complement=False)
 
-    def complement(self, group: UnitGroup) -> UnitGroup | None:
+    def complement(self, group: UnitGroup) -> GroupT_co | None:
         """All units that ``group`` does not have, or None where too few are left (:attr:`min_complement`).
 
         The same split gives the same physical units in every process on a device, so a decoder process that calls
@@ -125,7 +128,7 @@ class Partitioner(ABC):
             raise ValueError(f"{group!r} is not a group of this partitioner ({self.total_units} {self.unit_name})")
         return self.complement_of(group.granted)
 
-    def complement_of(self, requested: int) -> UnitGroup | None:
+    def complement_of(self, requested: int) -> GroupT_co | None:
         """``complement(group(requested))`` without making the group, which only the other process needs."""
         granted = round_to_rung(self.rungs, requested)
         rest = complement_units(self.total_units, granted, min_complement=self.min_complement)
@@ -148,7 +151,7 @@ class Partitioner(ABC):
         self.closed = True
         self._groups.clear()
 
-    def _cached(self, requested: int, granted: int, *, is_complement: bool) -> UnitGroup:
+    def _cached(self, requested: int, granted: int, *, is_complement: bool) -> GroupT_co:
         if self.closed:
             raise ValueError("the partitioner is closed")
         key = (requested, granted, is_complement)

@@ -71,7 +71,7 @@ def pin_process(cores: Iterable[int]) -> int:
     return num_threads
 
 
-class CpuAffinityPartitioner(Partitioner):
+class CpuAffinityPartitioner(Partitioner["CoreGroup"]):
     """Groups of cores for the process that calls it.
 
     A group takes the first cores, its complement the others. Activating a group binds *all* threads of the process

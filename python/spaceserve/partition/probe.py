@@ -1,6 +1,6 @@
-"""The probe kernels of ``csrc/probe.cu``: compiled with NVRTC at run time, launched on any torch stream.
+"""The probe kernels of ``probe.cu``: compiled with NVRTC at run time, launched on any torch stream.
 
-For tests, benchmarks and the profiler in a source checkout; serving never loads them.
+For tests and benchmarks of partitions; serving never loads them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from .base import PartitionUnavailable
 from .cuda_driver import check, load_driver
 
-SOURCE = Path(__file__).resolve().parents[3] / "csrc" / "probe.cu"
+SOURCE = Path(__file__).with_name("probe.cu")
 
 # The driver sets aside 1 KiB of shared memory for each resident block.
 _RESERVED_SHARED_BYTES = 1024
@@ -29,11 +29,11 @@ def compile_cubin(arch: str, source: Path = SOURCE) -> bytes:
         source: the CUDA file.
 
     Raises:
-        PartitionUnavailable: no source checkout, or no NVRTC.
+        PartitionUnavailable: no such file, or no NVRTC.
         RuntimeError: the compiler's log.
     """
     if not source.is_file():
-        raise PartitionUnavailable(f"{source} is not there: the probe kernels need a source checkout")
+        raise PartitionUnavailable(f"the CUDA source {source} is not there")
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -80,7 +80,7 @@ class Probe:
     """Loaded probe kernels of one device.
 
     Raises:
-        PartitionUnavailable: no source checkout, no NVRTC, or no driver.
+        PartitionUnavailable: no NVRTC, or no driver.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from .base import Partitioner, UnitGroup
 from .ladder import make_rungs
 
 
-class SimulatedPartitioner(Partitioner):
+class SimulatedPartitioner(Partitioner["SimulatedGroup"]):
     """The full ladder logic on ``total_units`` imaginary units; confines nothing.
 
     Attributes:

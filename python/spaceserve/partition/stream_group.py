@@ -125,7 +125,7 @@ class _StreamActivation:
         torch.cuda.set_stream(previous)
 
 
-class StreamPartitioner(Partitioner):
+class StreamPartitioner(Partitioner[StreamGroup]):
     """A partitioner whose groups are lanes of streams, one lane for each size and side."""
 
     unit_name = "SMs"

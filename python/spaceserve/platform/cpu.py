@@ -64,7 +64,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
 
-    def get_device(self, device_id: int = 0) -> str:  # type: ignore[override]
+    def get_device(self, device_id: int = 0) -> str:
         # SGLang 0.5.17 splits what it gets here as text where `--device` was not given.
         return "cpu"
 

@@ -26,7 +26,7 @@ class EncoderLink:
     """Sends to the encoder worker and receives from it; only the entry rank of a scheduler has one."""
 
     def __init__(self, channels: Channels, dp_rank: int) -> None:
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.address = channels.features(dp_rank)
         self.inbox = context.socket(zmq.PULL)
         self.inbox.set_hwm(0)
