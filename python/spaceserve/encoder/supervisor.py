@@ -135,7 +135,7 @@ class EncoderSupervisor:
 
     def _give_up(self, reason: str) -> None:
         logger.error("%s", reason)
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         for address in self._channels.all_features():
             outbox = context.socket(zmq.PUSH)
             outbox.connect(address)
