@@ -50,6 +50,11 @@ class Channels:
         """File in which the encoder worker writes that it is alive."""
         return f"{self.run_dir}/heartbeat"
 
+    @property
+    def status_file(self) -> str:
+        """File in which the encoder worker leaves its state, as JSON."""
+        return f"{self.run_dir}/encoder-status.json"
+
     def slab_segment(self, epoch: int) -> str:
         """Name of the slab of one encoder worker, on the CPU."""
         return f"{self.shm_prefix}slab-{epoch}"

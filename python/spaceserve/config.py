@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ENCODER_WORKER_MODES = ("auto", "on", "off")
-SCHEDULE_POLICIES = ("twsrft", "fcfs", "srf")
+SCHEDULE_POLICIES = ("twsrft", "slack", "fcfs", "srf")
 
 
 def _setting(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
@@ -35,11 +35,12 @@ class SpaceServeConfig:
     )
     encoder_schedule_policy: str = _setting(
         "twsrft",
-        "Order of encoder work: 'twsrft' (time-windowed shortest-remaining-first), 'fcfs' or 'srf'.",
+        "Order of encoder work: 'twsrft' (time-windowed shortest-remaining-first), 'slack' (twsrft with windows that "
+        "grow with the request), 'fcfs' or 'srf'.",
         choices=SCHEDULE_POLICIES,
     )
     encoder_window_ms: float = _setting(
-        50.0,
+        2000.0,
         "TWSRFT: requests that arrive within one window are ordered by remaining patches; older windows go first.",
         type=float,
     )

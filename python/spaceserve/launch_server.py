@@ -10,16 +10,18 @@ import argparse
 import os
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
+from spaceserve.processes import WithEnvironment, may_fork, start_forkserver, start_method_hook
 from spaceserve.reaper import RUN_DIR_VARIABLE, Reaper
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args import PortArgs, ServerArgs
 
     from spaceserve.families import Family
+    from spaceserve.hooks import Hook
 
 
 class StartError(Exception):
@@ -131,7 +133,7 @@ def split_obstacle(server_args: ServerArgs, family: Family | None) -> str | None
     return next((reason for is_met, reason in obstacles if is_met), None)
 
 
-def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels) -> None:
+def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels, reaper: Reaper) -> None:
     """Run the server until it ends.
 
     Raises:
@@ -155,28 +157,57 @@ def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels)
         run_server(server_args)
         return
     assert family is not None
-    _serve_split(server_args, config, family, channels)
+    _serve_split(server_args, config, family, channels, reaper)
 
 
-def _serve_split(server_args: ServerArgs, config: SpaceServeConfig, family: Family, channels: Channels) -> None:
+def _load_file_hook(reaper: Reaper) -> Hook:
+    """SGLang's schedulers publish their load in a file of /dev/shm, which stays when they are killed."""
+    from spaceserve.hooks import Hook
+
+    def remember(result: PortArgs, *args: Any, **kwargs: Any) -> None:
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
+        reaper.remove_too(shm_path_for(result.instance_id))
+
+    return Hook(
+        target="sglang.srt.server_args.PortArgs.init_new",
+        function=remember,
+        kind="after",
+        why="nothing is left in /dev/shm after a crash",
+        parameters=("server_args",),
+    )
+
+
+def _serve_split(
+    server_args: ServerArgs, config: SpaceServeConfig, family: Family, channels: Channels, reaper: Reaper
+) -> None:
     from functools import partial
 
     from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     from spaceserve.encoder.supervisor import EncoderSupervisor
     from spaceserve.frontend.admission import Admission, admission_hooks
     from spaceserve.hooks import install
     from spaceserve.scheduler.process import run_scheduler_process
+    from spaceserve.status import add_status_route
 
     # Pixels are made in the encoder worker: SGLang's transport of pixels would only take device memory.
     server_args.override("spaceserve", mm_feature_transport="cpu")
-    supervisor = EncoderSupervisor(server_args, config, family, channels)
+    forked = may_fork()
+    supervisor = EncoderSupervisor(server_args, config, family, channels, forked=forked)
     try:
         supervisor.start()
-        install(admission_hooks(Admission(config, channels), family))
+        hooks = admission_hooks(Admission(config, channels), family)
+        hooks.append(_load_file_hook(reaper))
+        if forked:
+            hooks.append(start_method_hook())
+        install(hooks)
+        add_status_route(channels)
         launch_server(
             server_args,
-            run_scheduler_process_func=partial(run_scheduler_process, config, channels, family),
+            run_scheduler_process_func=WithEnvironment(partial(run_scheduler_process, config, channels, family)),
+            run_detokenizer_process_func=WithEnvironment(run_detokenizer_process),
         )
     finally:
         supervisor.stop()
@@ -208,11 +239,21 @@ def run(argv: list[str]) -> None:
         reaper = Reaper(channels.shm_prefix, channels.run_dir)
         stack.callback(reaper.close)
         os.environ[RUN_DIR_VARIABLE] = channels.run_dir
-        _start_mps(config, reaper, stack)
+        if "--enable-metrics" in argv and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            # prometheus_client looks at this when it is imported, in every process.
+            metrics_dir = os.path.join(channels.run_dir, "metrics")
+            os.mkdir(metrics_dir)
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
+        if may_fork():
+            start_forkserver()
+        else:
+            _start_mps(config, reaper, stack)
+        import spaceserve.quiet  # noqa: F401
+
         namespace = parse_args(argv)
         check_before_start(namespace)
         try:
-            serve(resolve_server_args(namespace), config, channels)
+            serve(resolve_server_args(namespace), config, channels, reaper)
         finally:
             from sglang.srt.utils import kill_process_tree
 

@@ -38,10 +38,10 @@ class Reaper:
         # The first process only forks: SGLang ends whole process trees, and the reaper must not be in one.
         self._process.wait(timeout=30)
 
-    def remove_too(self, folder: str) -> None:
-        """Let the reaper remove another folder of the server's at the end."""
+    def remove_too(self, path: str) -> None:
+        """Let the reaper remove another file or folder of the server's at the end."""
         assert self._process.stdin is not None
-        self._process.stdin.write(folder.encode() + b"\n")
+        self._process.stdin.write(path.encode() + b"\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
@@ -68,11 +68,14 @@ def _processes_left(run_dir: str) -> list[int]:
     return left
 
 
-def _remove(shm_prefix: str, folders: list[str]) -> None:
+def _remove(shm_prefix: str, paths: list[str]) -> None:
     for path in SHM_DIR.glob(f"{shm_prefix}*"):
         path.unlink(missing_ok=True)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    for path in map(Path, paths):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def main(shm_prefix: str, run_dir: str) -> None:
@@ -81,7 +84,7 @@ def main(shm_prefix: str, run_dir: str) -> None:
         os._exit(0)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    folders = [run_dir, *sys.stdin.read().splitlines()]
+    paths = [run_dir, *sys.stdin.read().splitlines()]
     deadline_s = time.monotonic() + GRACE_S
     while (left := _processes_left(run_dir)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -90,7 +93,7 @@ def main(shm_prefix: str, run_dir: str) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    _remove(shm_prefix, folders)
+    _remove(shm_prefix, paths)
 
 
 if __name__ == "__main__":

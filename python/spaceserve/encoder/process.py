@@ -172,11 +172,17 @@ def _serve(spec: WorkerSpec) -> None:
         num_threads,
     )
 
+    metrics = None
+    if spec.server_args.enable_metrics:
+        from spaceserve.feature_store.metrics import FeatureStoreMetrics
+
+        labels = {"model_name": str(spec.server_args.served_model_name)}
+        metrics = FeatureStoreMetrics(labels, BLOCK_TOKENS * dim * encoder.dtype.itemsize)
     poller = zmq.Poller()
     poller.register(inbox, zmq.POLLIN)
     poller.register(runner.wakeup_fd, zmq.POLLIN)
     check_at_idle = os.environ.get("SPACESERVE_DEBUG") == "1"
-    status_path = Path(channels.run_dir, "encoder-status.json")
+    status_path = Path(channels.status_file)
     status_s = 0.0
     while True:
         now_s = time.monotonic()
@@ -199,6 +205,8 @@ def _serve(spec: WorkerSpec) -> None:
             service.check_integrity()
         if now_s - status_s > 0.5:
             status_s = now_s
+            if metrics is not None:
+                metrics.update(service.store.stats())
             _write_status(status_path, service, split, spec.epoch, now_s)
 
 

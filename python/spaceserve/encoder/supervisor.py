@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing as mp
 import os
 import signal
 import threading
@@ -18,10 +17,11 @@ import zmq
 from spaceserve.encoder.heartbeat import Heartbeat
 from spaceserve.encoder.process import WorkerSpec, run_encoder_process
 from spaceserve.messages import WorkerDown, encode
+from spaceserve.processes import WithEnvironment, context
 from spaceserve.shared_memory import unlink
 
 if TYPE_CHECKING:
-    from multiprocessing.context import SpawnProcess
+    from multiprocessing.process import BaseProcess
 
     from sglang.srt.server_args import ServerArgs
 
@@ -46,13 +46,22 @@ class EncoderSupervisor:
     on.
     """
 
-    def __init__(self, server_args: ServerArgs, config: SpaceServeConfig, family: Family, channels: Channels) -> None:
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        config: SpaceServeConfig,
+        family: Family,
+        channels: Channels,
+        *,
+        forked: bool,
+    ) -> None:
         self._server_args = server_args
         self._config = config
         self._family = family
         self._channels = channels
         self._heartbeat = Heartbeat(channels.heartbeat)
-        self._process: SpawnProcess | None = None
+        self._context = context(forked=forked)
+        self._process: BaseProcess | None = None
         self._epoch = -1
         self._started_s = 0.0
         self._restarts: deque[float] = deque()
@@ -84,7 +93,8 @@ class EncoderSupervisor:
             epoch=self._epoch,
         )
         # Not daemonic: SGLang's layers may start helper processes.
-        self._process = mp.get_context("spawn").Process(target=run_encoder_process, args=(spec,), name="encoder")
+        run = WithEnvironment(run_encoder_process)
+        self._process = self._context.Process(target=run, args=(spec,), name="encoder")  # type: ignore[attr-defined]
         self._process.start()
 
     def _kill(self) -> None:

@@ -179,6 +179,19 @@ def _tokenize(processor: Any, prompt: str | list[int]) -> list[int]:
     return list(ids)
 
 
+def check_in_vocabulary(input_ids: Sequence[int] | None, vocab_size: int) -> None:
+    """Refuse token ids that are none: the RadixCache files images under ids beyond the vocabulary.
+
+    A client who could send those might match, and so read from, what another client's image left there.
+
+    Raises:
+        ValueError: an id lies outside [0, vocab_size).
+    """
+    for token_id in input_ids or ():
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"input_ids holds {token_id}, which is outside of the vocabulary [0, {vocab_size})")
+
+
 def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
     """The hooks of the main process."""
 
@@ -204,6 +217,7 @@ def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
         return await admission.process(processor, images, prompt, request)
 
     async def tokenize(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        check_in_vocabulary(obj.input_ids, manager.model_config.vocab_size)
         try:
             return await original(manager, obj, *args, **kwargs)
         except BaseException:

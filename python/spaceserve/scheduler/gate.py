@@ -41,6 +41,7 @@ from spaceserve.slab import Slab, SlabHandle
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from spaceserve.feature_store.metrics import FeatureStoreMetrics
     from spaceserve.scheduler.link import EncoderLink
 
 logger = logging.getLogger(__name__)
@@ -103,10 +104,17 @@ class TrackedRequest:
 class EncoderGate:
     """See the module's docstring. `attach` gives it the scheduler once that exists."""
 
-    def __init__(self, view: FeatureView, link: EncoderLink | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        view: FeatureView,
+        link: EncoderLink | None,
+        timeout_s: float,
+        metrics: FeatureStoreMetrics | None = None,
+    ) -> None:
         self._view = view
         self._link = link
         self._timeout_s = timeout_s
+        self._metrics = metrics
         self._scheduler: Any = None
         self._slab: Slab | None = None
         self._epoch = -1
@@ -204,6 +212,8 @@ class EncoderGate:
             if image.source.key in tracked.tickets
         ]
         self._view.hold(tracked.rid, self._slab, held)
+        if self._metrics is not None:
+            self._metrics.observe_feature_wait(time.monotonic() - tracked.since_s)
 
     def _fail(self, tracked: TrackedRequest, status: HTTPStatus, reason: str) -> None:
         tracked.failure = FeaturesFailed(tracked.rid, tracked.seq, self._epoch, status, reason)
@@ -329,7 +339,10 @@ class EncoderGate:
             if tracked is None or req.rid in still_waiting or tracked.phase is not Phase.WAITING:
                 continue
             tracked.phase = Phase.ADMITTED
-            self.num_elided += sum(image.source.key not in tracked.tickets for image in tracked.images)
+            num_elided = sum(image.source.key not in tracked.tickets for image in tracked.images)
+            self.num_elided += num_elided
+            if self._metrics is not None:
+                self._metrics.add_elided(num_elided)
         in_queues = still_waiting | {req.rid for req in self._scheduler.grammar_manager.grammar_queue}
         gone = [t for t in self._tracked.values() if t.phase is Phase.WAITING and t.rid not in in_queues]
         for tracked in gone:  # aborted, timed out, refused: SGLang has answered it

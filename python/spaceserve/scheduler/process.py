@@ -231,7 +231,12 @@ def run_scheduler_process(
     is_entry_rank = tp_rank == 0 and attn_cp_rank == 0 and pp_rank == 0
     link = EncoderLink(channels, dp_rank or 0) if is_entry_rank else None
     view = FeatureView()
-    gate = EncoderGate(view, link, config.encoder_timeout_s)
+    metrics = None
+    if is_entry_rank and server_args.enable_metrics:
+        from spaceserve.feature_store.metrics import FeatureStoreMetrics
+
+        metrics = FeatureStoreMetrics({"model_name": str(server_args.served_model_name)}, block_bytes=0)
+    gate = EncoderGate(view, link, config.encoder_timeout_s, metrics)
     publisher = DecodePublisher(channels.state_board(dp_rank or 0)) if is_entry_rank else None
     on_gpu = server_args.device == "cuda"
     install(decoder_only_hooks(family) + gate_hooks(gate, view, publisher, on_gpu=on_gpu))
