@@ -24,7 +24,6 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -36,6 +35,7 @@ from typing import Any
 
 import numpy as np
 
+from servebench.environment import commit_of
 from spaceserve.encoder_schedule import (
     DEFAULT_BATCH_CAPACITY_PATCHES,
     DEFAULT_WINDOW_S,
@@ -45,6 +45,7 @@ from spaceserve.encoder_schedule import (
     SchedulePolicy,
 )
 
+REPO = Path(__file__).resolve().parent.parent
 DEFAULT_WINDOW_MS = round(DEFAULT_WINDOW_S * 1e3)
 STAND_IN_CURVE = [(5_329, 26.5), (21_316, 251.0)]
 # Mostly small pictures with a tail of large ones, as chat and document traffic has; shares are an assumption.
@@ -396,11 +397,6 @@ def time_queue(num_requests: int = 1_000) -> dict[str, float]:
     return result
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for twsrft-simulation*.{json,md,png}")
@@ -461,7 +457,7 @@ def main() -> None:
     lines += [f"| {case} | {value} |" for case, value in queue_us.items()]
     (args.out / "twsrft-simulation.md").write_text("\n".join(lines) + "\n")
     report = {
-        "commit": commit(),
+        "commit": commit_of(REPO),
         "python": platform.python_version(),
         "cost_curve": asdict(curve),
         "curve_points": points,

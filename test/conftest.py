@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+# The scripts under benchmark/ and their packages are tested as modules.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 
 # Before anything imports transformers: nothing is downloaded by a test.
 for _name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):

@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import random
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 
 import bound
 import dummy_model

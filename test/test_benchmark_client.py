@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 
 from servebench import metrics
 from servebench.bodies import APIS, build_body

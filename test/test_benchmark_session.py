@@ -13,8 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
-
 import serve_bench
 import soak
 from servebench import arms, matrix, report, servers

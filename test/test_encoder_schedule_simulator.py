@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+import simulate_twsrft as sim
 from spaceserve.encoder_schedule import EncodeItem
 
 pytestmark = pytest.mark.cpu
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmark" / "simulate_twsrft.py"
 
 
-@pytest.fixture(scope="module")
-def sim() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("simulate_twsrft", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["simulate_twsrft"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_curve_goes_through_its_points(sim: ModuleType) -> None:
+def test_curve_goes_through_its_points() -> None:
     curve = sim.CostCurve.fit(sim.STAND_IN_CURVE, 2.0)
     for num_patches, latency_ms in sim.STAND_IN_CURVE:
         assert curve.forward_ms([EncodeItem(b"x", num_patches)]) == pytest.approx(latency_ms)
@@ -40,7 +26,7 @@ def test_curve_goes_through_its_points(sim: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
-def test_queue_of_one_size_waits_as_queueing_theory_says(sim: ModuleType, load: float) -> None:
+def test_queue_of_one_size_waits_as_queueing_theory_says(load: float) -> None:
     """M/D/1: the mean wait is load * service / (2 (1 - load)) (Pollaczek and Khinchine), under any order."""
     curve = sim.CostCurve(0.0, 1.0, 0.0)  # a patch a millisecond, nothing fixed
     means = []
@@ -54,7 +40,7 @@ def test_queue_of_one_size_waits_as_queueing_theory_says(sim: ModuleType, load: 
     assert np.mean(means) == pytest.approx(expected_s, rel=0.05)
 
 
-def test_hand_made_trace(sim: ModuleType, tmp_path: Path) -> None:
+def test_hand_made_trace(tmp_path: Path) -> None:
     """A large image first, two small ones during its forward, one of them twice: 100 ms, then both in one batch."""
     path = tmp_path / "trace.jsonl"
     images = [(0.0, "big", 100), (0.01, "a", 6), (0.02, "b", 4), (0.03, "a", 6)]
@@ -67,7 +53,7 @@ def test_hand_made_trace(sim: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["poisson", "bursty"])
-def test_trace_has_the_load_it_names(sim: ModuleType, kind: str) -> None:
+def test_trace_has_the_load_it_names(kind: str) -> None:
     curve = sim.CostCurve.fit(sim.STAND_IN_CURVE, 2.0)
     work_s = time_s = 0.0
     for seed in range(10):

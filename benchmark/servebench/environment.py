@@ -51,24 +51,31 @@ def gpu_processes() -> list[dict[str, Any]]:
     return rows
 
 
+def commit_of(repo: Path) -> str:
+    """The tree's commit; ``SPACESERVE_COMMIT`` names it where there is no .git, and "unknown" stands for neither."""
+    return os.environ.get("SPACESERVE_COMMIT") or _git_head(repo) or "unknown"
+
+
+def _git_head(repo: Path) -> str:
+    return run_text(["git", "-C", str(repo), "rev-parse", "HEAD"])
+
+
 def describe(repo: Path) -> dict[str, Any]:
-    """Machine, versions and commit. ``SPACESERVE_COMMIT`` names the commit where the tree has no .git; whether there
-    are uncommitted changes is then not known (None)."""
+    """Machine, versions and commit (see commit_of). Without .git uncommitted changes are not known (None)."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    git = ["git", "-C", str(repo)]
-    head = run_text([*git, "rev-parse", "HEAD"])
-    changed = run_text([*git, "status", "--porcelain", "--", "python", "benchmark", "csrc", "sgl_patches"])
+    status = ["git", "-C", str(repo), "status", "--porcelain", "--", "python", "benchmark", "csrc", "sgl_patches"]
+    changed = run_text(status)
     edits = [line for line in changed.splitlines() if "benchmark/results" not in line]
     gpus = gpu_query("name,driver_version,memory.total,compute_mode")
     cuda = re.search(r"CUDA Version: ([\d.]+)", run_text(["nvidia-smi"]))
     return {
-        "commit": os.environ.get("SPACESERVE_COMMIT") or head or "unknown",
-        "uncommitted_changes": bool(edits) if head else None,
+        "commit": commit_of(repo),
+        "uncommitted_changes": bool(edits) if _git_head(repo) else None,
         "gpus": [
             {"name": row[0], "driver": row[1], "memory_mib": row[2], "compute_mode": row[3]}
             for row in gpus

@@ -10,11 +10,24 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from spaceserve.sis.shapes import ModelShape
+from spaceserve.sis.shapes import GemmSpec, ModelShape
 
 from .kernels import Kernels, rotary
 
 Tensor = torch.Tensor
+
+
+def _random_weights(
+    specs: Sequence[GemmSpec], side: str, device: torch.device, dtype: torch.dtype
+) -> Callable[[str], Tensor]:
+    """Makes a new weight [n, k] for the product `side`_`name` at each call with a name."""
+    by_name = {spec.name: spec for spec in specs}
+
+    def weight(name: str) -> Tensor:
+        spec = by_name[f"{side}_{name}"]
+        return torch.randn(spec.n, spec.k, device=device, dtype=dtype) * spec.k**-0.5
+
+    return weight
 
 
 class EncoderModel:
@@ -30,12 +43,7 @@ class EncoderModel:
     ) -> None:
         self.shape, self.device, self.dtype, self.kernels = shape.encoder, device, dtype, kernels
         self.num_layers = num_layers or self.shape.num_layers
-        specs = {g.name: g for g in self.shape.gemms()}
-
-        def weight(name: str) -> Tensor:
-            spec = specs[f"encoder_{name}"]
-            return torch.randn(spec.n, spec.k, device=device, dtype=dtype) * spec.k**-0.5
-
+        weight = _random_weights(self.shape.gemms(), "encoder", device, dtype)
         names = ("qkv", "proj", "up", "down")
         self.layers = [{name: weight(name) for name in names} for _ in range(self.num_layers)]
         self.patch_embed, self.merger_in, self.merger_out = (
@@ -99,12 +107,7 @@ class DecoderModel:
     ) -> None:
         self.shape, self.device, self.dtype, self.kernels = shape.decoder, device, dtype, kernels
         self.num_layers = num_layers or self.shape.num_layers
-        specs = {g.name: g for g in self.shape.gemms()}
-
-        def weight(name: str) -> Tensor:
-            spec = specs[f"decoder_{name}"]
-            return torch.randn(spec.n, spec.k, device=device, dtype=dtype) * spec.k**-0.5
-
+        weight = _random_weights(self.shape.gemms(), "decoder", device, dtype)
         names = ("qkv", "o", "gate_up", "down")
         self.layers = [{name: weight(name) for name in names} for _ in range(self.num_layers)]
         self.lm_head = weight("lm_head")
