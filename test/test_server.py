@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import requests
-
 from servers import Server, data_url, encoded, free_port, picture, picture_url, running, user
 
 pytestmark = pytest.mark.cpu
@@ -93,7 +92,7 @@ def test_frontend_language_program(server: Server, tmp_path: Any) -> None:
     path = tmp_path / "picture.png"
     path.write_bytes(encoded(picture(7)))
 
-    @sgl.function  # type: ignore[untyped-decorator]
+    @sgl.function
     def image_qa(s: Any, image: str, question: str) -> None:
         s += sgl.user(sgl.image(image) + question)
         s += sgl.assistant(sgl.gen("answer", max_tokens=16, temperature=0))
@@ -161,7 +160,9 @@ def test_ten_turns_about_three_images_encode_three_times(server: Server) -> None
 
 def test_same_size_pictures_and_rotations_do_not_share_features(server: Server) -> None:
     upright = picture(25, 224, 224)
-    urls = [data_url(encoded(image)) for image in (upright, upright.rotate(90), upright.rotate(180), picture(26, 224, 224))]
+    urls = [
+        data_url(encoded(image)) for image in (upright, upright.rotate(90), upright.rotate(180), picture(26, 224, 224))
+    ]
     before = num_encoded(server)
     for url in urls:
         server.answer([user("Describe the picture.", url)])
@@ -185,7 +186,7 @@ def test_caller_supplied_hashes_do_not_reach_the_cache(server: Server) -> None:
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(server: Server) -> None:
-    body = {"input_ids": [3, 1_000_005], "sampling_params": {"max_new_tokens": 1}}
+    body: dict[str, Any] = {"input_ids": [3, 1_000_005], "sampling_params": {"max_new_tokens": 1}}
     response = requests.post(f"{server.url}/generate", json=body, timeout=60)
     assert response.status_code == 400
     assert "1000005" in response.text
