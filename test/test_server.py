@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+
 from servers import Server, data_url, encoded, free_port, picture, picture_url, running, user
 
 pytestmark = pytest.mark.cpu
@@ -64,7 +65,7 @@ def test_text_only(server: Server) -> None:
 
 def test_generate_takes_images_too(server: Server) -> None:
     text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Describe the picture.<|im_end|>\n"
-    body = {
+    body: dict[str, Any] = {
         "text": text + "<|im_start|>assistant\n",
         "image_data": picture_url(5),
         "sampling_params": {"max_new_tokens": 16, "temperature": 0},
@@ -174,7 +175,7 @@ def test_caller_supplied_hashes_do_not_reach_the_cache(server: Server) -> None:
     sampling = {"max_new_tokens": 16, "temperature": 0}
     answers = []
     for seed in (27, 28):
-        body = {
+        body: dict[str, Any] = {
             "text": text + "<|im_start|>assistant\n",
             "image_data": picture_url(seed),
             "mm_hashes": ["abc"],
