@@ -17,52 +17,11 @@ import sys
 import time
 from pathlib import Path
 
+from dummy_model import SHAPES, model_config
+
 ROOT = Path(__file__).parents[1]
 
-_QWEN2_VISION = {
-    "depth": 32,
-    "embed_dim": 1280,
-    "mlp_ratio": 4,
-    "num_heads": 16,
-    "in_chans": 3,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
-_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
-# Shapes of the public config.json of Qwen2-VL-7B, Qwen2-VL-2B and Qwen2.5-VL-7B.
-CONFIGS = {
-    "7b": {"model_type": "qwen2_vl", **_7B, "vision_config": {**_QWEN2_VISION, "hidden_size": 3584}},
-    "2b": {
-        "model_type": "qwen2_vl",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "vision_config": {**_QWEN2_VISION, "hidden_size": 1536},
-    },
-    "2.5-7b": {
-        "model_type": "qwen2_5_vl",
-        **_7B,
-        "vision_config": {
-            **{k: v for k, v in _QWEN2_VISION.items() if k not in ("embed_dim", "mlp_ratio")},
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "out_hidden_size": 3584,
-            "window_size": 112,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        },
-    },
-}
+MODELS = {"7b": "qwen2-vl-7b", "2b": "qwen2-vl-2b", "2.5-7b": "qwen2.5-vl-7b"}
 
 
 def run_profile(folder: Path, name: str, extra: list[str]) -> dict[str, object]:
@@ -88,14 +47,14 @@ def run_profile(folder: Path, name: str, extra: list[str]) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--models", nargs="*", choices=list(CONFIGS), default=["7b"])
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["7b"])
     parser.add_argument("--skip-full", action="store_true")
     options = parser.parse_args()
     summary: dict[str, dict[str, object]] = {}
     for model in options.models:
         folder = options.out / model
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(CONFIGS[model], indent=1))
+        (folder / "config.json").write_text(json.dumps(model_config(SHAPES[MODELS[model]]), indent=1))
         # Quick without validation first: its duration is what --quick promises.
         summary[f"{model} quick"] = run_profile(folder, "quick", ["--quick"])
         summary[f"{model} quick, validated"] = run_profile(folder, "quick_validated", ["--quick", "--validate"])

@@ -7,8 +7,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from spaceserve.encoder_schedule import DEFAULT_BATCH_CAPACITY_PATCHES, DEFAULT_WINDOW_S, POLICIES, SchedulePolicy
+
 ENCODER_WORKER_MODES = ("auto", "on", "off")
-SCHEDULE_POLICIES = ("twsrft", "slack", "fcfs", "srf")
 
 
 def _setting(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
@@ -33,20 +34,20 @@ class SpaceServeConfig:
         "Size of the encoder feature store in GB. Default: 2 %% of the device's memory, 0.25 on the CPU.",
         type=float,
     )
-    encoder_schedule_policy: str = _setting(
+    encoder_schedule_policy: SchedulePolicy = _setting(  # noqa: RUF009  # it returns a dataclass field
         "twsrft",
         "Order of encoder work: 'twsrft' (time-windowed shortest-remaining-first), 'slack' (twsrft with windows that "
         "grow with the request), 'fcfs' or 'srf'.",
-        choices=SCHEDULE_POLICIES,
+        choices=POLICIES,
     )
     encoder_window_ms: float = _setting(
-        2000.0,
+        DEFAULT_WINDOW_S * 1000,
         "TWSRFT: requests that arrive within one window are ordered by remaining patches; older windows go first.",
         type=float,
     )
     encoder_batch_capacity_patches: int | None = _setting(
         None,
-        "Most patches in one encoder forward. Default: from the device's profile, else 8192 (1024 on the CPU).",
+        f"Most patches in one encoder forward. Default: {DEFAULT_BATCH_CAPACITY_PATCHES} (1024 on the CPU).",
         type=int,
     )
     encoder_preprocess_threads: int | None = _setting(
@@ -78,8 +79,8 @@ class SpaceServeConfig:
     def __post_init__(self) -> None:
         if self.encoder_worker not in ENCODER_WORKER_MODES:
             raise ValueError(f"--encoder-worker must be one of {', '.join(ENCODER_WORKER_MODES)}")
-        if self.encoder_schedule_policy not in SCHEDULE_POLICIES:
-            raise ValueError(f"--encoder-schedule-policy must be one of {', '.join(SCHEDULE_POLICIES)}")
+        if self.encoder_schedule_policy not in POLICIES:
+            raise ValueError(f"--encoder-schedule-policy must be one of {', '.join(POLICIES)}")
         positive = (
             "encoder_feature_cache_gb",
             "encoder_window_ms",

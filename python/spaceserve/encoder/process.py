@@ -108,7 +108,7 @@ def _serve(spec: WorkerSpec) -> None:
     from spaceserve.encoder.runner import BatchRunner
     from spaceserve.encoder.service import EncoderService
     from spaceserve.encoder.split import make_split
-    from spaceserve.encoder_schedule.queue import EncodeQueue
+    from spaceserve.encoder_schedule import DEFAULT_BATCH_CAPACITY_PATCHES, EncodeQueue
     from spaceserve.families import feature_dim
     from spaceserve.feature_store.store import FeatureStore
     from spaceserve.hooks import install
@@ -125,7 +125,9 @@ def _serve(spec: WorkerSpec) -> None:
     dim = feature_dim(encoder.hf_config)
     num_tokens = slab_tokens(config, dim, encoder.dtype, encoder.device)
     slab = Slab.create(num_tokens, dim, encoder.dtype, encoder.device, channels.slab_segment(spec.epoch))
-    capacity = config.encoder_batch_capacity_patches or (8192 if encoder.device.type == "cuda" else 1024)
+    capacity = config.encoder_batch_capacity_patches or (
+        DEFAULT_BATCH_CAPACITY_PATCHES if encoder.device.type == "cuda" else 1024
+    )
     _warm_up(encoder, capacity)
     image_config = spec.server_args.mm_process_config.get("image", {})
     preprocessor = Preprocessor(_get_processor_wrapper(spec.server_args).image_processor, image_config, encoder.device)
@@ -152,7 +154,7 @@ def _serve(spec: WorkerSpec) -> None:
 
     service = EncoderService(
         FeatureStore(num_tokens // BLOCK_TOKENS, BLOCK_TOKENS),
-        EncodeQueue(config.encoder_schedule_policy, config.encoder_window_ms / 1000, capacity),  # type: ignore[arg-type]
+        EncodeQueue(config.encoder_schedule_policy, config.encoder_window_ms / 1000, capacity),
         spec.epoch,
         send,
         prepare,
