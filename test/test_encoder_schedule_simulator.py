@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import simulate_twsrft as sim
 from spaceserve.encoder_schedule import EncodeItem
+from twsrftbench import simulation as sim
 
 pytestmark = pytest.mark.cpu
 

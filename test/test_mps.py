@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spaceserve.partition import mps
+from spaceserve.partition import mps, mps_processes
 from spaceserve.partition.mps import MpsDaemon
 
 pytestmark = pytest.mark.cpu
@@ -91,11 +91,11 @@ sys.stdout.write(data.decode().strip("\0"))
 """
 
 
-def mps_processes() -> set[int]:
+def own_processes() -> set[int]:
     """Every process of the stand-in on this machine that belongs to this test run."""
     found = set()
     for entry in os.listdir("/proc"):
-        if not entry.isdigit() or not mps._is_running(int(entry)):
+        if not entry.isdigit() or not mps_processes.is_running(int(entry)):
             continue
         try:
             command = Path(f"/proc/{entry}/cmdline").read_bytes()
@@ -118,7 +118,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     # pytest's own directories are too long for a socket's path.
     temp = Path(f"/tmp/ssmps{os.getpid()}")
     temp.mkdir(exist_ok=True)
-    monkeypatch.setattr(mps, "_KILL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(mps_processes, "_KILL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(mps, "_EXTRA_DIRECTORIES", ())
     environ = {
         "PATH": f"{directory}:{os.environ['PATH']}",
@@ -126,7 +126,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         "SPACESERVE_TEST": str(os.getpid()),
     }
     yield environ
-    left = mps_processes()
+    left = own_processes()
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     remaining = sorted(path.name for path in temp.iterdir())
@@ -147,7 +147,7 @@ def test_own_daemon_starts_answers_and_ends(environ: dict[str, str], caplog: pyt
         assert running.is_owned
         assert running.is_alive()
         assert running.server_pids() == []
-        assert len(mps_processes()) == 1
+        assert len(own_processes()) == 1
         assert running.pipe_directory is not None
         assert running.log_directory is not None
         names = running.client_environ
@@ -160,15 +160,15 @@ def test_own_daemon_starts_answers_and_ends(environ: dict[str, str], caplog: pyt
         (running.log_directory / "server.log").write_text("first\nlast\n")
         assert running.log_tail(1) == ["server.log: last"]
         assert running.start() is running
-        assert len(mps_processes()) == 1
+        assert len(own_processes()) == 1
         running._command("start_server -uid 0")
         (server,) = running.server_pids()
-        assert mps_processes() >= {server}
+        assert own_processes() >= {server}
         root = running.pipe_directory.parent
     assert running.reason == "stopped"
     assert not running.is_alive()
     assert running.client_environ == {}
-    assert not mps_processes()
+    assert not own_processes()
     assert not root.exists()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -176,10 +176,10 @@ def test_own_daemon_starts_answers_and_ends(environ: dict[str, str], caplog: pyt
 def test_two_servers_have_daemons_of_their_own(environ: dict[str, str]) -> None:
     with daemon(environ) as first, daemon(environ) as second:
         assert first.pipe_directory != second.pipe_directory
-        assert len(mps_processes()) == 2
+        assert len(own_processes()) == 2
         first.stop()
         assert second.is_alive()
-        assert len(mps_processes()) == 1
+        assert len(own_processes()) == 1
 
 
 def test_the_users_daemon_is_used_and_left_alone(environ: dict[str, str]) -> None:
@@ -189,7 +189,7 @@ def test_the_users_daemon_is_used_and_left_alone(environ: dict[str, str]) -> Non
             assert not guest.is_owned
             assert guest.client_environ == users.client_environ
             assert guest.is_alive()
-            assert len(mps_processes()) == 1
+            assert len(own_processes()) == 1
         assert users.is_alive()
 
 
@@ -199,7 +199,7 @@ def test_a_named_directory_without_a_daemon_is_a_reason_not_a_new_daemon(
     with daemon(environ, CUDA_MPS_PIPE_DIRECTORY=str(tmp_path)) as guest:
         assert "no control daemon answers at CUDA_MPS_PIPE_DIRECTORY" in (guest.reason or "")
         assert guest.client_environ == {}
-        assert not mps_processes()
+        assert not own_processes()
     assert sum("take turns" in record.message for record in caplog.records) == 1
 
 
@@ -244,16 +244,16 @@ def test_a_killed_daemon_is_noticed_and_restarted_in_place(environ: dict[str, st
         assert running.is_alive()
         assert running.client_environ == names
         # The server of the dead daemon must not stay beside the new one's.
-        assert not mps._is_running(old_server)
-        assert len(mps_processes()) == 1
+        assert not mps_processes.is_running(old_server)
+        assert len(own_processes()) == 1
 
 
 def test_a_daemon_that_ignores_quit_and_sigterm_is_killed(environ: dict[str, str]) -> None:
     with daemon(environ, FAKE_MPS="stubborn") as running:
         running._command("start_server -uid 0")
         assert len(running.server_pids()) == 1
-        assert len(mps_processes()) == 2
-    assert not mps_processes()
+        assert len(own_processes()) == 2
+    assert not own_processes()
 
 
 def test_a_forked_child_does_not_end_the_daemon(environ: dict[str, str]) -> None:
@@ -267,12 +267,12 @@ def test_a_forked_child_does_not_end_the_daemon(environ: dict[str, str]) -> None
 
 
 OWNER = """
-import importlib.util, sys, time
-# By its path: the package would import torch, which takes seconds.
-spec = importlib.util.spec_from_file_location("mps", sys.argv[2])
-mps = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(mps)
-MpsDaemon = mps.MpsDaemon
+import sys, time, types
+# The package's own __init__ would import torch, which takes seconds.
+package = types.ModuleType("spaceserve.partition")
+package.__path__ = [sys.argv[2]]
+sys.modules["spaceserve.partition"] = package
+from spaceserve.partition.mps import MpsDaemon
 running = MpsDaemon(gpu_present=lambda: True).start()
 print(running.reason, running.pipe_directory, flush=True)
 if sys.argv[1] == "wait":
@@ -283,7 +283,7 @@ if sys.argv[1] == "wait":
 def run_owner(environ: dict[str, str], how: str) -> subprocess.Popen[str]:
     env = {**os.environ, **environ}
     process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, how, mps.__file__], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, how, str(Path(mps.__file__).parent)], env=env, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("None "), "the daemon did not start"
@@ -293,19 +293,19 @@ def run_owner(environ: dict[str, str], how: str) -> subprocess.Popen[str]:
 def test_the_daemon_ends_when_its_server_exits(environ: dict[str, str]) -> None:
     with run_owner(environ, "exit") as process:
         assert process.wait(timeout=60) == 0
-    assert not mps_processes()
+    assert not own_processes()
 
 
 def test_a_daemon_left_by_a_killed_server_is_ended_by_the_next(environ: dict[str, str]) -> None:
     with run_owner(environ, "wait") as process:
-        (abandoned,) = mps_processes()
+        (abandoned,) = own_processes()
         with daemon(environ):
-            assert mps._is_running(abandoned), "its owner still ran"
+            assert mps_processes.is_running(abandoned), "its owner still ran"
         process.kill()
         process.wait(timeout=10)
-        assert mps._is_running(abandoned), "a killed process cannot end its daemon"
+        assert mps_processes.is_running(abandoned), "a killed process cannot end its daemon"
         with daemon(environ) as running:
-            assert not mps._is_running(abandoned)
+            assert not mps_processes.is_running(abandoned)
             assert running.is_alive()
 
 
@@ -317,7 +317,7 @@ def test_a_daemon_of_another_container_is_left_alone(environ: dict[str, str], sp
     (foreign / "owner").write_text(f"{2**22 + 1} 17\n{space}")
     with daemon(environ):
         assert foreign.is_dir()
-    (foreign / "owner").write_text(f"{2**22 + 1} 17\n{mps._process_space()}")
+    (foreign / "owner").write_text(f"{2**22 + 1} 17\n{mps_processes.process_space()}")
     with daemon(environ):
         assert not foreign.exists()
 

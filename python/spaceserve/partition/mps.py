@@ -17,7 +17,6 @@ import ctypes
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -27,10 +26,11 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from . import mps_processes
+from .mps_processes import CONTROL, PIPE_VARIABLE, MpsError
+
 logger = logging.getLogger(__name__)
 
-CONTROL = "nvidia-cuda-mps-control"
-PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
 
 # Where driver installations of container runtimes put it without extending the PATH.
@@ -41,13 +41,8 @@ _OWNER_FILE = "owner"
 _COMMAND_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 10.0
 _QUIT_TIMEOUT_S = 10.0
-_KILL_TIMEOUT_S = 3.0
 # A Unix socket's path has 107 bytes; the daemon's longest name in the pipe directory takes some 20 of them.
 _MAX_DIRECTORY_CHARS = 70
-
-
-class MpsError(RuntimeError):
-    """The control daemon did not do what it was told."""
 
 
 def gpu_is_present() -> bool:
@@ -138,7 +133,7 @@ class MpsDaemon:
         """Whether the daemon runs and answers. Takes a few milliseconds: it runs the control program once."""
         if self.reason is not None:
             return False
-        if self._control_pid is not None and not _is_running(self._control_pid):
+        if self._control_pid is not None and not mps_processes.is_running(self._control_pid):
             return False
         try:
             self.server_pids()
@@ -232,7 +227,7 @@ class MpsDaemon:
         parent = _short_temp_directory(self._environ)
         reap_abandoned(parent, self._executable)
         self._root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        (self._root / _OWNER_FILE).write_text(f"{_identity(os.getpid())}\n{_process_space()}")
+        (self._root / _OWNER_FILE).write_text(f"{mps_processes.identity(os.getpid())}\n{mps_processes.process_space()}")
         self.pipe_directory, self.log_directory = self._root / "pipe", self._root / "log"
         self.pipe_directory.mkdir(mode=0o700)
         self.log_directory.mkdir(mode=0o700)
@@ -275,7 +270,7 @@ class MpsDaemon:
                     raise MpsError(f"{CONTROL} was started and does not answer ({error})") from error
                 time.sleep(0.05)
         assert self.pipe_directory is not None
-        pids = _daemon_pids(self.pipe_directory)
+        pids = mps_processes.daemon_pids(self.pipe_directory)
         self._control_pid = pids[0] if pids else None
 
     def _command(self, command: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
@@ -296,14 +291,14 @@ class MpsDaemon:
         with contextlib.suppress(MpsError):
             # Servers wait for their clients unless they are given a time.
             self._command(f"quit -t {_QUIT_TIMEOUT_S / 2:.0f}", timeout_s=_QUIT_TIMEOUT_S)
-        end_processes(self.pipe_directory, self._known_servers)
+        mps_processes.end_processes(self.pipe_directory, self._known_servers)
         self._control_pid = None
         self._known_servers = []
 
     def _abandon(self) -> None:
         """Forget the daemon and remove our directories; a daemon that half started is ended."""
         if self.is_owned and self.pipe_directory is not None:
-            end_processes(self.pipe_directory, self._known_servers)
+            mps_processes.end_processes(self.pipe_directory, self._known_servers)
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
         self._root = self.pipe_directory = self.log_directory = None
@@ -338,26 +333,6 @@ def send_command(
     return result.stdout
 
 
-def end_processes(pipe_directory: Path, server_pids: list[int]) -> None:
-    """Wait for the MPS processes of a pipe directory to end; signal those that do not.
-
-    Raises:
-        MpsError: one survives SIGKILL.
-    """
-    remaining: list[int] = []
-    for pause_s, signal_number in ((_KILL_TIMEOUT_S, signal.SIGTERM), (_KILL_TIMEOUT_S, signal.SIGKILL)):
-        remaining = _wait_for_end(pipe_directory, server_pids, pause_s)
-        if not remaining:
-            return
-        logger.warning("MPS: processes %s did not end and get %s", remaining, signal_number.name)
-        for pid in remaining:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal_number)
-    remaining = _wait_for_end(pipe_directory, server_pids, _KILL_TIMEOUT_S)
-    if remaining:
-        raise MpsError(f"processes {remaining} of {pipe_directory} cannot be ended")
-
-
 def reap_abandoned(parent: Path, executable: str | None) -> list[Path]:
     """End daemons that servers of this user left behind when they were killed, and remove their directories.
 
@@ -369,18 +344,18 @@ def reap_abandoned(parent: Path, executable: str | None) -> list[Path]:
     for root in sorted(parent.glob(_PREFIX + "*")):
         try:
             identity, _, space = (root / _OWNER_FILE).read_text().partition("\n")
-            is_ours = root.stat().st_uid == os.getuid() and space == _process_space()
+            is_ours = root.stat().st_uid == os.getuid() and space == mps_processes.process_space()
         except OSError:
             continue
         pid_text = identity.partition(" ")[0]
-        if not is_ours or not pid_text.isdigit() or _identity(int(pid_text)) == identity:
+        if not is_ours or not pid_text.isdigit() or mps_processes.identity(int(pid_text)) == identity:
             continue
         pipe_directory = root / "pipe"
-        if executable is not None and _daemon_pids(pipe_directory):
+        if executable is not None and mps_processes.daemon_pids(pipe_directory):
             with contextlib.suppress(MpsError):
                 send_command(executable, pipe_directory, "quit -t 1", environ=os.environ, timeout_s=_COMMAND_TIMEOUT_S)
         try:
-            end_processes(pipe_directory, [])
+            mps_processes.end_processes(pipe_directory, [])
         except MpsError as error:
             logger.warning("MPS: %s", error)
             continue
@@ -393,66 +368,3 @@ def reap_abandoned(parent: Path, executable: str | None) -> list[Path]:
 def _short_temp_directory(environ: Mapping[str, str]) -> Path:
     candidate = environ.get("TMPDIR") or tempfile.gettempdir()
     return Path(candidate if len(candidate) + len(_PREFIX) + 20 <= _MAX_DIRECTORY_CHARS else "/tmp")
-
-
-def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat after the command's name: state first. None where there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()
-
-
-def _identity(pid: int) -> str:
-    """Process id with its start time, which tells a process from a later one of the same number."""
-    fields = _stat_fields(pid)
-    return f"{pid} {fields[19]}" if fields and fields[0] != "Z" else f"{pid} gone"
-
-
-def _process_space() -> str:
-    """Names the boot and the process id namespace in which process ids mean what they mean here."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _is_running(pid: int) -> bool:
-    fields = _stat_fields(pid)
-    return fields is not None and fields[0] not in ("Z", "X")
-
-
-def _is_mps_process(pid: int, pipe_directory: Path) -> bool:
-    """Whether ``pid`` is an MPS control daemon or server of this pipe directory: by command and environment."""
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    variable = f"{PIPE_VARIABLE}={pipe_directory}".encode()
-    return b"nvidia-cuda-mps-" in command and variable in environ.split(b"\0")
-
-
-def _daemon_pids(pipe_directory: Path) -> list[int]:
-    """MPS processes of a pipe directory, the one named by the daemon's pid file first."""
-    pids = [
-        int(entry)
-        for entry in os.listdir("/proc")
-        if entry.isdigit() and _is_running(int(entry)) and _is_mps_process(int(entry), pipe_directory)
-    ]
-    with contextlib.suppress(OSError, ValueError):
-        named = int((pipe_directory / f"{CONTROL}.pid").read_text().strip())
-        if named in pids:
-            pids.remove(named)
-            pids.insert(0, named)
-    return pids
-
-
-def _wait_for_end(pipe_directory: Path, server_pids: list[int], timeout_s: float) -> list[int]:
-    """MPS processes of the directory that still run after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        servers = [pid for pid in server_pids if _is_running(pid) and _is_mps_process(pid, pipe_directory)]
-        remaining = sorted({*_daemon_pids(pipe_directory), *servers})
-        if not remaining or time.monotonic() > deadline:
-            return remaining
-        time.sleep(0.02)
