@@ -39,7 +39,6 @@ def consistent_state(i: int) -> DecodeState:
         prefill_tokens_running=i % 8192,
         prefill_prefix_tokens=i * 11,
         last_step_ms=i / 4,
-        flags=i % 4,
     )
 
 

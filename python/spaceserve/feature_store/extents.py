@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 # Cost of one extent is kept below this, so that the sum over any slab stays exact in int64.
 _MAX_COST = 1 << 40

@@ -86,10 +86,10 @@ def standin_curves() -> DeviceCurves:
         versions={"driver": "580", "cuda": "13.0", "torch": "2.11.0"},
         contention={
             "decode_beside_encoder_masked": {
-                n: round(m / DECODE_MS[132 - n], 4) for n, (m, _) in DECODE_BESIDE_MS.items()
+                n: round(m / DECODE_MS[TOTAL_SMS - n], 4) for n, (m, _) in DECODE_BESIDE_MS.items()
             },
             "decode_beside_encoder_unmasked": {
-                n: round(u / DECODE_MS[132 - n], 4) for n, (_, u) in DECODE_BESIDE_MS.items()
+                n: round(u / DECODE_MS[TOTAL_SMS - n], 4) for n, (_, u) in DECODE_BESIDE_MS.items()
             },
         },
         _slices={},

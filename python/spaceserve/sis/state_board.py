@@ -25,14 +25,11 @@ _MAGIC = 0x5350_4143_4542_0001  # last two digits: version of the layout
 _SIZE = 128
 _SEQUENCE_INDEX = 1  # in 8-byte words
 _PAYLOAD_OFFSET = 16
-# timestamp_ns, step, running batch, sum of context, prefill waiting, prefill running, prefill prefix, flags, last step
-_PAYLOAD = struct.Struct("<qQQQQQQQd")
+# timestamp_ns, step, running batch, sum of context, prefill waiting, prefill running, prefill prefix, last step
+_PAYLOAD = struct.Struct("<qQQQQQQd")
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = _PAYLOAD_OFFSET + _PAYLOAD.size
 _WORD = struct.Struct("<Q")
-
-FLAG_PAUSED = 1  # the scheduler answers nothing (weight update, drain)
-FLAG_OVERLAP = 2  # the overlap scheduler runs: numbers are one step old
 
 
 class StateBoardTornError(RuntimeError):
@@ -51,7 +48,6 @@ class DecodeState:
     prefill_tokens_running: int = 0
     prefill_prefix_tokens: int = 0
     last_step_ms: float = 0.0
-    flags: int = 0
 
     @property
     def mean_context_tokens(self) -> float:
@@ -119,7 +115,6 @@ class StateBoardWriter:
                 state.prefill_tokens_waiting,
                 state.prefill_tokens_running,
                 state.prefill_prefix_tokens,
-                state.flags,
                 state.last_step_ms,
             )
         except struct.error as error:
@@ -179,7 +174,7 @@ class StateBoardReader:
             payload = copy[: _PAYLOAD.size]
             if _CRC.unpack_from(copy, _PAYLOAD.size)[0] != zlib.crc32(payload, zlib.crc32(_WORD.pack(before))):
                 continue
-            timestamp_ns, step, batch, context, waiting, running, prefix, flags, last_step_ms = _PAYLOAD.unpack(payload)
+            timestamp_ns, step, batch, context, waiting, running, prefix, last_step_ms = _PAYLOAD.unpack(payload)
             return DecodeState(
                 timestamp_ns=timestamp_ns,
                 step=step,
@@ -189,7 +184,6 @@ class StateBoardReader:
                 prefill_tokens_running=running,
                 prefill_prefix_tokens=prefix,
                 last_step_ms=last_step_ms,
-                flags=flags,
             )
         raise StateBoardTornError(f"no consistent state in {max_tries} tries: the writer is gone or never pauses")
 
