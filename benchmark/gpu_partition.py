@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -27,7 +27,7 @@ from partitionbench.gpu import SEED, Json, failures, guarded
 from partitionbench.interfere import interference
 from partitionbench.table import print_table
 from partitionbench.workers import Worker
-from servebench.environment import commit_of
+from servebench.environment import describe, scrub
 
 SECTIONS = ("confine", "switch", "kernels", "interfere")
 REPO = Path(__file__).resolve().parent.parent
@@ -41,7 +41,9 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    report: Json = {"command": sys.argv, "seed": SEED, "commit": commit_of(REPO), "host": platform.platform()}
+    environment = describe(REPO)
+    report: Json = {"command": scrub(shlex.join(sys.argv)), "seed": SEED, "commit": environment["commit"]}
+    report["environment"] = environment
     workers = {section: Worker(section) for section in arguments.sections if section != "interfere"}
     for section in arguments.sections:
         begin = time.monotonic()

@@ -53,7 +53,8 @@ def gpu_processes() -> list[dict[str, Any]]:
 
 def commit_of(repo: Path) -> str:
     """The tree's commit; ``SPACESERVE_COMMIT`` names it where there is no .git, and "unknown" stands for neither."""
-    return os.environ.get("SPACESERVE_COMMIT") or _git_head(repo) or "unknown"
+    named = os.environ.get("SPACESERVE_COMMIT", "").strip() or _git_head(repo)
+    return named if re.fullmatch("[0-9a-f]{7,64}", named) else "unknown"
 
 
 def _git_head(repo: Path) -> str:
