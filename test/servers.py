@@ -132,10 +132,18 @@ class Server:
                 return name.partition("slab")[0]
         raise AssertionError("the encoder has no slab mapped")
 
+    def reaper(self) -> psutil.Process:
+        """The process that cleans up after the server; none of its descendants."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                arguments = process.cmdline()
+                if any(argument.endswith("reaper.py") for argument in arguments) and self.shm_prefix() in arguments:
+                    return process
+        raise AssertionError("the server has no reaper")
+
     def run_dir(self) -> Path:
         """Folder of the server's sockets."""
-        environ = self.process_titled("spaceserve::encoder").environ()
-        return Path(environ["SPACESERVE_RUN_DIR"])
+        return Path(self.reaper().cmdline()[-1])
 
 
 @contextlib.contextmanager

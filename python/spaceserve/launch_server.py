@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
 from spaceserve.processes import WithEnvironment, may_fork, start_forkserver, start_method_hook
-from spaceserve.reaper import RUN_DIR_VARIABLE, Reaper
+from spaceserve.reaper import Reaper
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -238,7 +238,6 @@ def run(argv: list[str]) -> None:
         channels = Channels.create(dp_size=1)
         reaper = Reaper(channels.shm_prefix, channels.run_dir)
         stack.callback(reaper.close)
-        os.environ[RUN_DIR_VARIABLE] = channels.run_dir
         if "--enable-metrics" in argv and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             # prometheus_client looks at this when it is imported, in every process.
             metrics_dir = os.path.join(channels.run_dir, "metrics")

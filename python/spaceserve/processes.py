@@ -15,6 +15,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 from spaceserve.hooks import Hook
 
 PRELOADED = (
@@ -45,6 +47,8 @@ class WithEnvironment:
         return {"_function": self._function, "_environment": dict(os.environ)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        # It looks for the place of the title when first called, and finds it by the environment as it was at the start.
+        setproctitle.getproctitle()
         for name in set(os.environ) - set(self._environment):
             del os.environ[name]
         os.environ.update(self._environment)

@@ -7,6 +7,7 @@ of its standard input. When that closes, the launcher is gone, however it went: 
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -16,8 +17,9 @@ from pathlib import Path
 
 SHM_DIR = Path("/dev/shm")
 GRACE_S = 2.0
-# Set in the launcher's environment, and so in that of every process it starts.
-RUN_DIR_VARIABLE = "SPACESERVE_RUN_DIR"
+POLL_S = 1.0
+POLLS_BETWEEN_MAPS = 5
+PROC = Path("/proc")
 
 
 class Reaper:
@@ -30,7 +32,7 @@ class Reaper:
 
     def __init__(self, shm_prefix: str, run_dir: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, shm_prefix, run_dir],
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), shm_prefix, run_dir],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -53,19 +55,66 @@ class Reaper:
         self._process.stdout.close()
 
 
-def _processes_left(run_dir: str) -> list[int]:
-    """Processes that were started for the server whose folder is `run_dir`, by the mark in their environment."""
-    mark = f"{RUN_DIR_VARIABLE}={run_dir}".encode()
-    left = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                left.append(int(entry.name))
-        except OSError:  # it has ended, or is not ours
-            continue
-    return left
+def _parents_and_start_times() -> dict[int, tuple[int, str]]:
+    """Of every process its parent and when it started, in clock ticks since boot: with the pid that names it for ever."""
+    found = {}
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                # The command's name is in parentheses and may hold anything.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                found[int(entry.name)] = int(fields[1]), fields[19]
+            except (OSError, IndexError):  # it has ended
+                continue
+    return found
+
+
+def _descendants(launcher_pid: int) -> dict[int, str]:
+    """Start times of all processes below the launcher, by pid."""
+    processes = _parents_and_start_times()
+    below = {launcher_pid}
+    while more := {pid for pid, (parent, _) in processes.items() if parent in below} - below:
+        below |= more
+    return {pid: processes[pid][1] for pid in below - {launcher_pid}}
+
+
+def _semaphores(pid: int) -> set[str]:
+    """Named semaphores that the process has mapped; Python leaves its own behind in a process that is killed."""
+    try:
+        maps = (PROC / str(pid) / "maps").read_text()
+    except OSError:
+        return set()
+    return {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/sem." in line}
+
+
+def _watch(launcher_pid: int) -> tuple[dict[int, str], set[str]]:
+    """Remember the launcher's processes and files until it is gone.
+
+    Returns:
+        Start times of the processes by pid, and paths to remove.
+    """
+    seen: dict[int, str] = {}
+    paths: set[str] = set()
+    written = b""
+    polls = 0
+    while True:
+        alive = _descendants(launcher_pid)
+        seen.update(alive)
+        if polls % POLLS_BETWEEN_MAPS == 0:
+            for pid in (launcher_pid, *alive):
+                paths |= _semaphores(pid)
+        polls += 1
+        readable, _, _ = select.select([0], [], [], POLL_S)
+        if readable:
+            chunk = os.read(0, 65536)
+            if not chunk:
+                return seen, paths | set(written.decode().splitlines())
+            written += chunk
+
+
+def _left_of(seen: dict[int, str]) -> list[int]:
+    processes = _parents_and_start_times()
+    return [pid for pid, started in seen.items() if pid in processes and processes[pid][1] == started]
 
 
 def _remove(shm_prefix: str, paths: list[str]) -> None:
@@ -78,23 +127,23 @@ def _remove(shm_prefix: str, paths: list[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def main(shm_prefix: str, run_dir: str) -> None:
+def main(launcher_pid: int, shm_prefix: str, run_dir: str) -> None:
     """Wait for the launcher's end, then end its processes and remove its files."""
     if os.fork():
         os._exit(0)
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    paths = [run_dir, *sys.stdin.read().splitlines()]
+    seen, paths = _watch(launcher_pid)
     deadline_s = time.monotonic() + GRACE_S
-    while (left := _processes_left(run_dir)) and time.monotonic() < deadline_s:
+    while (left := _left_of(seen)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     for pid in left:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    _remove(shm_prefix, paths)
+    _remove(shm_prefix, [run_dir, *paths])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

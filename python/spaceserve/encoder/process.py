@@ -118,6 +118,7 @@ def _serve(spec: WorkerSpec) -> None:
     channels, config = spec.channels, spec.config
     install(encoder_only_hooks(spec.family))
     heartbeat = Heartbeat(channels.heartbeat)
+    heartbeat.beat_while_starting()
     num_cores = len(os.sched_getaffinity(0))
     if spec.server_args.device == "cpu":
         torch.set_num_threads(max(1, num_cores // 2))

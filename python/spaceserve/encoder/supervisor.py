@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-# A worker beats only once it serves; loading a model takes minutes.
-START_TIMEOUT_S = 1800.0
+START_PATIENCE = 5
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 600.0
 
@@ -63,7 +62,7 @@ class EncoderSupervisor:
         self._context = context(forked=forked)
         self._process: BaseProcess | None = None
         self._epoch = -1
-        self._started_s = 0.0
+        self._was_up = False
         self._restarts: deque[float] = deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="encoder-supervisor", daemon=True)
@@ -83,8 +82,8 @@ class EncoderSupervisor:
 
     def _spawn(self) -> None:
         self._epoch += 1
-        self._started_s = time.monotonic()
         self._was_up = False
+        self._heartbeat.reset()
         spec = WorkerSpec(
             server_args=self._server_args,
             config=self._config,
@@ -111,18 +110,18 @@ class EncoderSupervisor:
             if not self._process.is_alive():
                 cause = f"exited with code {self._process.exitcode}"
             elif self._is_silent():
-                cause = f"was silent for {self._config.encoder_heartbeat_timeout_s:g} s"
+                cause = f"was silent for {self._silence_limit_s():g} s"
             if cause is not None and not self._stopping.is_set() and not self._replace(cause):
                 return
 
     def _is_silent(self) -> bool:
-        age_s = self._heartbeat.age_s()
-        since_start_s = time.monotonic() - self._started_s
-        if age_s < since_start_s:
-            self._was_up = True
-        if not self._was_up:
-            return since_start_s > START_TIMEOUT_S
-        return age_s > self._config.encoder_heartbeat_timeout_s
+        self._was_up |= self._heartbeat.is_serving()
+        return self._heartbeat.age_s() > self._silence_limit_s()
+
+    def _silence_limit_s(self) -> float:
+        # A start holds the interpreter for seconds at a time, in imports and while a device is set up.
+        patience = 1 if self._was_up else START_PATIENCE
+        return patience * self._config.encoder_heartbeat_timeout_s
 
     def _replace(self, cause: str) -> bool:
         self._kill()

@@ -1,0 +1,154 @@
+"""How servers end, and how they refuse to start: nothing is left, and one line says what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from servers import Server, picture_url, running, user
+
+pytestmark = pytest.mark.cpu
+
+
+def shm_names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def mapped_shm_names(processes: list[psutil.Process]) -> set[str]:
+    """Names in /dev/shm that one of the processes has mapped."""
+    paths = (Path(mapping.path) for process in processes for mapping in process.memory_maps())
+    return {path.name for path in paths if path.parent == Path("/dev/shm")}
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_nothing_is_left(how: signal.Signals) -> None:
+    server = Server("spaceserve.launch_server")
+    try:
+        server.wait_until_up()
+        assert server.answer([user("Hi", picture_url(1))]) is not None
+        requests.post(
+            f"{server.url}/generate", json={"text": "Hi", "sampling_params": {"max_new_tokens": 1}}, timeout=60
+        )
+        prefix, run_dir, reaper = server.shm_prefix(), server.run_dir(), server.reaper()
+        processes = server.processes()
+        mapped = mapped_shm_names(processes)
+        assert any(name.startswith(prefix) for name in mapped)
+        assert any(name.startswith("sglang_loads") for name in mapped)
+        server.process.send_signal(how)
+        server.process.wait(60)
+        reaper.wait(60)
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not alive, [process.cmdline() for process in alive]
+        assert not run_dir.exists()
+        assert not shm_names() & mapped
+        assert not any(name.startswith(prefix) for name in shm_names())
+        with pytest.raises(requests.ConnectionError):
+            requests.get(f"{server.url}/health", timeout=5)
+    finally:
+        server.stop()
+
+
+def start(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spaceserve.launch_server", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    return result.stderr.strip().splitlines()[-1]
+
+
+def test_a_missing_model_folder_is_one_line() -> None:
+    result = start("--model-path", "/nonexistent/model")
+    assert result.returncode != 0
+    assert "no model folder /nonexistent/model" in last_line(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_architecture_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no_such_model"}')
+    result = start("--model-path", str(tmp_path))
+    assert result.returncode != 0
+    assert str(tmp_path) in last_line(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_setting_out_of_range_is_named() -> None:
+    result = start("--encoder-window-ms", "-1")
+    assert result.returncode != 0
+    assert "--encoder-window-ms must be greater than 0" in last_line(result)
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = start("--port", str(taken.getsockname()[1]))
+    assert result.returncode != 0
+    assert "choose another --port" in last_line(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_help_shows_our_group() -> None:
+    result = start("--help")
+    assert result.returncode == 0
+    assert "SpaceServe:" in result.stdout
+    for option in ("--encoder-worker", "--encoder-feature-cache-gb", "--sm-partition", "--model-path"):
+        assert option in result.stdout
+
+
+def test_a_worker_that_cannot_start_ends_the_server() -> None:
+    """A store that holds no block is an error of the worker: the server says so and ends."""
+    result = start("--encoder-feature-cache-gb", "0.000000001", "--port", "0")
+    assert result.returncode != 0
+    assert "--encoder-feature-cache-gb" in result.stderr + result.stdout
+
+
+def test_without_an_encoder_worker_it_is_stock() -> None:
+    with running("spaceserve.launch_server", "--encoder-worker", "off") as server:
+        assert server.answer([user("Hi", picture_url(1))]) is not None
+        assert requests.get(f"{server.url}/spaceserve/status", timeout=10).status_code == 404
+        titles = [" ".join(process.cmdline()) for process in server.processes()]
+        assert not any("spaceserve::encoder" in title for title in titles)
+
+
+def test_the_reaper_waits_for_its_launcher(tmp_path: Path) -> None:
+    """It ends what the launcher started and removes what was named, and only after the launcher has gone."""
+    code = f"""
+import subprocess, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[1] / "python")!r})
+from spaceserve.reaper import Reaper
+reaper = Reaper("spaceserve-reaper-test-", {str(tmp_path / "run")!r})
+reaper.remove_too({str(tmp_path / "extra")!r})
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "extra").write_text("x")
+    segment = Path("/dev/shm/spaceserve-reaper-test-segment")
+    segment.write_text("x")
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    time.sleep(1.5)
+    assert segment.exists()
+    assert (tmp_path / "run").exists()
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s and (segment.exists() or psutil.pid_exists(child)):
+        time.sleep(0.1)
+    assert not segment.exists()
+    assert not psutil.pid_exists(child)
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "extra").exists()
