@@ -21,9 +21,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "tools" / "demo.png"
-QUESTION = "What color is the circle?"
+from spaceserve.demo import PICTURE, QUESTION, RIGHT_ANSWER
+
 # Far more than it takes on two cores (the README says how long that is); a slower machine is no failure.
 START_LIMIT_S = 900
 STOP_LIMIT_S = 30
@@ -202,7 +201,9 @@ def main() -> int:
 
     print(f"Picture:  {args.image}")
     print(f"Question: {args.question}")
-    print(f"Answer:   {answer}")
+    asked_bundled = (args.image.resolve(), args.question) == (PICTURE, QUESTION)
+    verdict = "" if not asked_bundled else " (right)" if answer == RIGHT_ANSWER else f" (it shows {RIGHT_ANSWER})"
+    print(f"Answer:   {answer}{verdict}")
     print(f"\nAnswered after {time.monotonic() - started_s:.0f} s. The server goes on running (process {pid}):")
     print(f"  OpenAI-compatible API: {server.url}/v1")
     print(f"  stop it:               tools/demo --stop --port {args.port}")

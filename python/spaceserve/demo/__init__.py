@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["model_path"]
+__all__ = ["PICTURE", "QUESTION", "RIGHT_ANSWER", "model_path"]
+
+# A picture that training never saw, a question about it, and what is drawn (`ask.picture_scene`), in the model's words.
+PICTURE = Path(__file__).resolve().parent / "picture.png"
+QUESTION = "Describe the picture."
+RIGHT_ANSWER = "a purple circle, a blue cross and a red square on a white background"
 
 
 def model_path() -> Path:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import random
-from pathlib import Path
 
 from PIL import Image
 
+from spaceserve.demo import PICTURE, QUESTION, RIGHT_ANSWER
 from spaceserve.demo.eval import ask_server
 from spaceserve.demo.questions import ask_describe
 from spaceserve.demo.render import draw
 from spaceserve.demo.scenes import Scene, shapes_scene
 
-PICTURE = Path(__file__).resolve().parent / "picture.png"
-QUESTION = "Describe the picture."
 _SEED = "picture-105"
 
 
@@ -24,7 +22,7 @@ def picture_scene() -> Scene:
 
 
 def right_answer() -> str:
-    """Return what is drawn in picture.png, in the words of the demo model."""
+    """Return what is drawn in picture.png, in the words of the demo model: RIGHT_ANSWER, from the scene."""
     turn = ask_describe(random.Random(0), picture_scene())
     assert turn is not None
     return turn.answer
@@ -38,7 +36,7 @@ def ask(base_url: str) -> str:
 
 def report(answer: str) -> str:
     """Return three lines for people: the picture, the question, the answer and whether it is right."""
-    verdict = "right" if answer.strip() == right_answer() else f"wrong: {right_answer()}"
+    verdict = "right" if answer.strip() == RIGHT_ANSWER else f"wrong: {RIGHT_ANSWER}"
     return f"picture:  {PICTURE}\nquestion: {QUESTION}\nanswer:   {answer} ({verdict})"
 
 
