@@ -117,10 +117,10 @@ class Bench:
 
     def scheduling_pass(self, admit: Sequence[FakeReq] | None = None) -> list[str]:
         """One pass; `admit` of the eligible (all by default) leave the queue. Returns the eligible ids."""
-        eligible, held = self.gate.partition(self.waiting)  # type: ignore[arg-type]
+        eligible, held = self.gate.partition(self.waiting)
         admitted = list(eligible) if admit is None else [req for req in eligible if req in admit]
-        self.waiting = [req for req in eligible if req not in admitted] + held  # type: ignore[misc]
-        self.gate.after_pass(eligible, self.waiting)  # type: ignore[arg-type]
+        self.waiting = [req for req in eligible if req not in admitted] + held
+        self.gate.after_pass(eligible, self.waiting)
         return [req.rid for req in eligible]
 
     def ready(self, rid: str, *names: str, seq: int, epoch: int = 0) -> None:
@@ -205,15 +205,15 @@ def test_features_are_released_after_the_prefill_and_sources_at_the_end(bench: B
     bench.scheduling_pass()
     bench.ready("r", "a", seq=1)
     bench.scheduling_pass()
-    bench.gate.after_batch([req])  # type: ignore[list-item]  # a chunk: no token yet
+    bench.gate.after_batch([req])
     assert not bench.sent(ReleaseFeatures)
     req.output_ids.append(7)
-    bench.gate.after_batch([req])  # type: ignore[list-item]
+    bench.gate.after_batch([req])
     assert [message.rid for message in bench.sent(ReleaseFeatures)] == ["r"]
     assert len(bench.view) == 0
     assert bench.sent(RadixHint)[0].cached == [b"a"]
     req.finished_reason = "stop"
-    bench.gate.after_batch([req])  # type: ignore[list-item]
+    bench.gate.after_batch([req])
     assert [message.rid for message in bench.sent(FinishRequest)] == ["r"]
     assert bench.gate.num_tracked == 0
 
@@ -224,16 +224,16 @@ def test_a_retracted_request_asks_again(bench: Bench) -> None:
     bench.ready("r", "a", seq=1)
     bench.scheduling_pass()
     req.output_ids.append(7)
-    bench.gate.after_batch([req])  # type: ignore[list-item]
+    bench.gate.after_batch([req])
     bench.waiting.append(req)  # retracted
     assert bench.scheduling_pass() == []
     assert bench.sent(EncodeRequest)[-1].seq == 2
     bench.ready("r", "a", seq=2)
     assert bench.scheduling_pass() == ["r"]
-    bench.gate.after_batch([req])  # type: ignore[list-item]  # its old token is no new one
+    bench.gate.after_batch([req])
     assert len(bench.sent(ReleaseFeatures)) == 1
     req.output_ids.append(8)
-    bench.gate.after_batch([req])  # type: ignore[list-item]
+    bench.gate.after_batch([req])
     assert len(bench.sent(ReleaseFeatures)) == 2
 
 
@@ -298,7 +298,7 @@ def test_radix_eviction_is_reported(bench: Bench) -> None:
     bench.ready("r", "a", seq=1)
     bench.scheduling_pass()
     req.output_ids.append(1)
-    bench.gate.after_batch([req])  # type: ignore[list-item]
+    bench.gate.after_batch([req])
     (pad_value,) = bench.gate._radix_keys
     bench.gate.on_radix_removed([1, 2, pad_value, pad_value, 3])
     assert bench.sent(RadixHint)[-1].evicted == [b"a"]

@@ -56,7 +56,7 @@ class Reaper:
 
 
 def _parents_and_start_times() -> dict[int, tuple[int, str]]:
-    """Of every process its parent and when it started, in clock ticks since boot: with the pid that names it for ever."""
+    """Of every process its parent, and its start in clock ticks since boot: with the pid that names it for ever."""
     found = {}
     for entry in PROC.iterdir():
         if entry.name.isdigit():
