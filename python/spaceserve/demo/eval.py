@@ -39,13 +39,14 @@ class Example:
     answer: str
 
 
-def held_out_example(number: int, seed: int = 0) -> Example:
+def held_out_example(number: int, seed: int = 0, kinds: tuple[str, ...] = KINDS) -> Example:
     """Make held-out example `number`: the same one on every machine, up to the rounding of pixels.
 
-    Seeds, mixtures of colours and placements differ from all training pictures, and so do the fonts.
+    The kinds of question take turns. Seeds, mixtures of colours and placements differ from all training pictures, and
+    so do the fonts.
     """
     rng = random.Random(f"held-out-{seed}-{number}")
-    kind = KINDS[number % len(KINDS)]
+    kind = kinds[number % len(kinds)]
     num_pictures = rng.choice((2, 3)) if kind == "nth" else 1
     sizes = [random_size(rng) for _ in range(num_pictures)]
     dialogue = make_dialogue(rng, sizes, None if kind == "nth" else kind, 1, held_out=True)
@@ -108,12 +109,12 @@ def ask_server(base_url: str, images: list[Image.Image], question: str, model: s
 
 
 def evaluate_server(
-    base_url: str, num: int, seed: int, concurrency: int, model: str
+    base_url: str, num: int, seed: int, kinds: tuple[str, ...], concurrency: int, model: str
 ) -> tuple[list[Example], list[str]]:
     """Ask `num` held-out questions, `concurrency` at a time; return them with the answers, in order."""
 
     def one(number: int) -> tuple[Example, str]:
-        example = held_out_example(number, seed)
+        example = held_out_example(number, seed, kinds)
         return example, ask_server(base_url, example.images, example.question, model)
 
     with ThreadPoolExecutor(concurrency) as pool:
@@ -122,7 +123,7 @@ def evaluate_server(
 
 
 class TransformersModel:
-    """A checkpoint in the stock classes of transformers, in bfloat16."""
+    """A checkpoint in the stock classes of transformers."""
 
     def __init__(self, folder: Path, device: str, dtype: str = "bfloat16") -> None:
         import torch
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of --transformers")
     parser.add_argument("--num", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="KIND", help="default: all")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--model", default="default", help="the model's name in requests")
     parser.add_argument("--answers", type=Path, help="write every question and answer to this JSON file")
@@ -176,12 +178,13 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.base_url) == bool(args.transformers):
         parser.error("give either --base-url or --transformers")
+    kinds = tuple(args.kinds)
     began = time.monotonic()
     if args.base_url:
-        examples, answers = evaluate_server(args.base_url, args.num, args.seed, args.concurrency, args.model)
+        examples, answers = evaluate_server(args.base_url, args.num, args.seed, kinds, args.concurrency, args.model)
     else:
         model = TransformersModel(args.transformers, args.device, args.dtype)
-        examples = [held_out_example(number, args.seed) for number in range(args.num)]
+        examples = [held_out_example(number, args.seed, kinds) for number in range(args.num)]
         answers = [model.ask(example.images, example.question) for example in examples]
     right = [is_right(example, answer) for example, answer in zip(examples, answers, strict=True)]
     result = count([example.kind for example in examples], right)

@@ -108,7 +108,7 @@ class Training:
             "time_budget_s": args.time_budget_s,
             "resumed": bool(args.resume),
             "pictures": 0,
-            "questions": 0,
+            "answer_tokens": 0,
             "evaluations": [],
         }
         if args.resume:
@@ -196,7 +196,7 @@ class Training:
             recent.append([*values, norm])
             step += 1
             self.report["pictures"] += len(batch.tokens) * len(batch.pictures)
-            self.report["questions"] += len(batch.targets) if joint else 0
+            self.report["answer_tokens"] += len(batch.targets) if joint else 0
             if step % self.args.log_every == 0:
                 self._log_step(name, int(step), rate, recent, now - began, waited_s)
             if evaluate_at and now > evaluate_at[0]:
