@@ -61,56 +61,65 @@ def encoder_only_hooks(family: Family) -> list[Hook]:
     ]
 
 
-class VisionEncoder:
-    """The encoder of one model on one device.
+def load_part(server_args: ServerArgs, init_file: str) -> tuple[nn.Module, Any]:
+    """Load a model through SGLang in this process, without a scheduler: with hooks installed, one part of it.
 
-    The caller installs `encoder_only_hooks` first. Construction initialises torch.distributed with one rank, which
-    SGLang's layers need, so there is one encoder per process.
+    Initialises torch.distributed with one rank, which SGLang's layers need, so a process can do this once.
+
+    Args:
+        server_args: names the checkpoint, its format and the device.
+        init_file: path that torch.distributed may create for its rendezvous.
+
+    Returns:
+        The model and its Hugging Face configuration.
     """
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state import (
+        get_default_distributed_backend,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.runtime_context import publish
+
+    publish(server_args, role="encoder")
+    gpu_id = server_args.base_gpu_id
+    on_gpu = server_args.device == "cuda"
+    torch.get_device_module(server_args.device).set_device(gpu_id if on_gpu else "cpu")
+    model_config = ModelConfig.from_server_args(server_args)
+    init_distributed_environment(
+        backend=get_default_distributed_backend(server_args.device),
+        world_size=1,
+        rank=0,
+        distributed_init_method=f"file://{init_file}",
+        local_rank=gpu_id,
+    )
+    initialize_model_parallel(tensor_model_parallel_size=1)
+    initialize_dp_attention(server_args, model_config)
+    model = get_model(
+        model_config=model_config,
+        load_config=LoadConfig(
+            load_format=server_args.load_format,
+            download_dir=server_args.download_dir,
+            model_loader_extra_config=server_args.model_loader_extra_config,
+        ),
+        device_config=DeviceConfig(device=server_args.device, gpu_id=gpu_id),
+    )
+    return model.eval(), model_config.hf_config
+
+
+class VisionEncoder:
+    """The encoder of one model on one device. The caller installs `encoder_only_hooks` first."""
 
     def __init__(self, server_args: ServerArgs, init_file: str) -> None:
-        from sglang.srt.configs.device_config import DeviceConfig
-        from sglang.srt.configs.load_config import LoadConfig
-        from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.distributed.parallel_state import (
-            get_default_distributed_backend,
-            init_distributed_environment,
-            initialize_model_parallel,
-        )
-        from sglang.srt.layers.dp_attention import initialize_dp_attention
-        from sglang.srt.model_loader import get_model
-        from sglang.srt.runtime_context import publish
-
-        publish(server_args, role="encoder")
-        self.gpu_id = server_args.base_gpu_id
-        self.device = (
-            torch.device(server_args.device, self.gpu_id)
-            if server_args.device == "cuda"
-            else torch.device(server_args.device)
-        )
-        torch.get_device_module(server_args.device).set_device(self.gpu_id if self.device.type == "cuda" else "cpu")
-        model_config = ModelConfig.from_server_args(server_args)
-        init_distributed_environment(
-            backend=get_default_distributed_backend(server_args.device),
-            world_size=1,
-            rank=0,
-            distributed_init_method=f"file://{init_file}",
-            local_rank=self.gpu_id,
-        )
-        initialize_model_parallel(tensor_model_parallel_size=1)
-        initialize_dp_attention(server_args, model_config)
-        self.model = get_model(
-            model_config=model_config,
-            load_config=LoadConfig(
-                load_format=server_args.load_format,
-                download_dir=server_args.download_dir,
-                model_loader_extra_config=server_args.model_loader_extra_config,
-            ),
-            device_config=DeviceConfig(device=server_args.device, gpu_id=self.gpu_id),
-        ).eval()
-        self.vision: nn.Module = self.model.visual
-        self.dtype: torch.dtype = next(self.vision.parameters()).dtype
-        self.hf_config = model_config.hf_config
+        self.model, self.hf_config = load_part(server_args, init_file)
+        self.vision: nn.Module = self.model.get_submodule("visual")
+        parameter = next(self.vision.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
 
     def num_parameters(self) -> int:
         """Parameters in this process, all of them the encoder's."""
