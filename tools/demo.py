@@ -110,7 +110,25 @@ class Server:
         if start_ticks(pid) is not None:
             print(f"The server did not end within {STOP_LIMIT_S} s: killed.", file=sys.stderr)
             os.killpg(pid, signal.SIGKILL)
+        # What cleans up after the server is a process of its own and takes a moment more.
+        while is_being_cleaned_up(pid) and time.monotonic() < limit_s + STOP_LIMIT_S:
+            time.sleep(0.1)
         self.state.unlink(missing_ok=True)
+
+
+def is_being_cleaned_up(launcher_pid: int) -> bool:
+    """Whether the reaper of the server with this launcher is still at work."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(argument.endswith(b"spaceserve/reaper.py") for argument in arguments) and (
+                str(launcher_pid).encode() in arguments
+            ):
+                return True
+    return False
 
 
 def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> str | None:
