@@ -246,6 +246,18 @@ def test_an_aborted_request_is_finished(bench: Bench) -> None:
     assert bench.gate.num_tracked == 0
 
 
+def test_a_request_aborted_between_two_chunks_releases_everything(bench: Bench) -> None:
+    req = bench.arrive("r", "a")
+    bench.scheduling_pass()
+    bench.ready("r", "a", seq=1)
+    bench.scheduling_pass()
+    bench.gate.on_abort(req.rid)
+    bench.gate.on_abort(req.rid)
+    assert [message.rid for message in bench.sent(FinishRequest)] == ["r"]
+    assert len(bench.view) == 0
+    assert bench.gate.num_tracked == 0
+
+
 def test_a_failed_encode_is_answered_with_its_status(bench: Bench) -> None:
     req = bench.arrive("r", "a")
     other = bench.arrive("other", "b")

@@ -139,6 +139,23 @@ def test_a_slab_is_shared_and_views_copy_nothing() -> None:
         shared_memory.unlink(segment)
 
 
+def test_a_slab_without_room_leaves_nothing() -> None:
+    with pytest.raises(ValueError, match="--encoder-feature-cache-gb"):
+        Slab.create(2**40, 4, torch.float32, torch.device("cpu"), "spaceserve-unit-test-huge")
+    assert not (shared_memory.SHM_DIR / "spaceserve-unit-test-huge").exists()
+
+
+@pytest.mark.parametrize("accelerator", ["cuda", "xpu"])
+def test_the_cpu_platform_is_inactive_beside_an_accelerator(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spaceserve.platform import cpu
+
+    for name in ("cuda", "xpu"):
+        monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
+    assert cpu.activate() == "spaceserve.platform.cpu.TorchCpuPlatform"
+    monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
+    assert cpu.activate() is None
+
+
 # ---- images
 
 
@@ -303,7 +320,7 @@ def test_a_process_gets_its_parents_environment(monkeypatch: pytest.MonkeyPatch)
     import pickle
 
     monkeypatch.setenv("SPACESERVE_UNIT_TEST", "set by the parent")
-    frozen = pickle.dumps(WithEnvironment(os.getenv))
+    frozen = pickle.dumps(WithEnvironment(os.sync))
     monkeypatch.setenv("SPACESERVE_UNIT_TEST", "changed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", dict(os.environ))

@@ -54,7 +54,7 @@ class SpaceServeConfig:
         None, "Threads of the encoder worker that decode and resize images. Default: from the cores.", type=int
     )
     encoder_timeout_s: float = _setting(
-        120.0, "Longest wait of a request for its features before it fails with HTTP 503.", type=float
+        1800.0, "Longest wait of a request for its features before it fails with HTTP 503.", type=float
     )
     encoder_heartbeat_timeout_s: float = _setting(
         20.0, "An encoder worker that has been silent for this long is killed and started again.", type=float

@@ -54,7 +54,7 @@ class Slab:
         """Allocate a slab. `segment` names the shared-memory file and is required on the CPU.
 
         Raises:
-            ValueError: on the CPU without a segment name, or a dtype that no encoder produces.
+            ValueError: on the CPU without a segment name or without room for it; a dtype that no encoder produces.
         """
         if str(dtype) not in _DTYPES:
             raise ValueError(f"features of {dtype} are not supported")
@@ -69,6 +69,12 @@ class Slab:
         try:
             # Reserve now: a write into a sparse file of a full /dev/shm would end the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            os.unlink(SHM_DIR / segment)
+            raise ValueError(
+                f"no room for a feature store of {num_bytes / 1e9:.2f} GB in {SHM_DIR} ({error.strerror}): "
+                "enlarge it, or give a smaller --encoder-feature-cache-gb"
+            ) from error
         finally:
             os.close(descriptor)
         return Slab.attach(SlabHandle(num_tokens, feature_dim, str(dtype), segment, None))

@@ -263,6 +263,12 @@ class EncoderGate:
                 if self._link is not None:
                     self._ended_segments.append((now_s, segment))
 
+    def on_abort(self, rid: str) -> None:
+        """SGLang has torn the request down between two chunks of its prefill: no batch will report its end."""
+        tracked = self._tracked.get(rid)
+        if tracked is not None:
+            self._end(tracked)
+
     # ---- the scheduling pass
 
     def partition(self, waiting: list[Req]) -> tuple[list[Req], list[Req]]:

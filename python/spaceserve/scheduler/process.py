@@ -110,6 +110,12 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
     def after_batch(scheduler: Any, batch: Any) -> None:
         gate.after_batch(batch.reqs)
 
+    def abort_chunked(original: Callable[..., Any], scheduler: Any) -> None:
+        req = scheduler._pending_chunked_abort_req
+        original(scheduler)
+        if req is not None and req.finished() and scheduler._pending_chunked_abort_req is None:
+            gate.on_abort(req.rid)
+
     def flushed(result: bool, scheduler: Any, empty_cache: bool = True) -> bool:
         if result:
             gate.on_flush()
@@ -166,6 +172,12 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
             kind="before",
             why="release features after the prefill",
             parameters=("batch",),
+        ),
+        Hook(
+            target=f"{scheduler_class}.process_pending_chunked_abort",
+            function=abort_chunked,
+            kind="around",
+            why="a request aborted between two chunks releases its features",
         ),
         Hook(
             target=f"{scheduler_class}.flush_cache",
