@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
-from spaceserve.processes import WithEnvironment, may_fork, start_forkserver, start_method_hook
+from spaceserve.processes import WithEnvironment, may_fork, start_forkserver, start_method_hook, stop_forkserver
 from spaceserve.reaper import Reaper
 
 if TYPE_CHECKING:
@@ -148,12 +148,14 @@ def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels,
     family = find_family(server_args.get_model_config().hf_config.architectures)
     obstacle = split_obstacle(server_args, family)
     if config.encoder_worker == "off":
+        stop_forkserver()
         run_server(server_args)
         return
     if obstacle is not None:
         if config.encoder_worker == "on":
             raise StartError(f"--encoder-worker on is not possible: {obstacle}")
         logging.getLogger(__name__).warning("Serving without an encoder worker, as stock SGLang does: %s", obstacle)
+        stop_forkserver()
         run_server(server_args)
         return
     assert family is not None

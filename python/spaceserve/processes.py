@@ -66,6 +66,11 @@ def start_forkserver() -> None:
     forkserver.ensure_running()
 
 
+def stop_forkserver() -> None:
+    """End it: this server's processes are not forked after all. Does nothing where it was not started."""
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
 def context(*, forked: bool) -> mp.context.BaseContext:
     """The multiprocessing context in which the server's processes are made."""
     return mp.get_context("forkserver" if forked else "spawn")
