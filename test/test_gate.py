@@ -25,7 +25,8 @@ from spaceserve.messages import (
     WorkerUp,
 )
 from spaceserve.scheduler.feature_view import FeatureView, MissingFeatures
-from spaceserve.scheduler.gate import ASKED_KEY, OWNER_KEY, SOURCE_KEY, EncoderGate
+from spaceserve.scheduler.gate import EncoderGate
+from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY
 from spaceserve.slab import Slab, SlabHandle
 
 pytestmark = pytest.mark.cpu

@@ -187,7 +187,7 @@ def test_no_pixels_are_sent_to_the_scheduler() -> None:
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
     from spaceserve.messages import ImageSource
-    from spaceserve.scheduler.gate import SOURCE_KEY
+    from spaceserve.scheduler.tracking import SOURCE_KEY
 
     source = ImageSource(b"k" * 16, "segment", 5_000_000, 2048, 2048, (1, 146, 146), 5329)
     item = MultimodalDataItem(

@@ -24,7 +24,7 @@ from spaceserve.feature_store.pad_values import PadValueRegistry
 from spaceserve.frontend.fetch import BadImageInput, fetch_bytes, read_header
 from spaceserve.hooks import Hook
 from spaceserve.messages import EncodeRequest, FinishRequest, ImageSource, ToWorker, encode
-from spaceserve.scheduler.gate import ASKED_KEY, OWNER_KEY, SOURCE_KEY
+from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY
 from spaceserve.shared_memory import OutOfSharedMemory, SegmentWriter, unlink
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from spaceserve import shared_memory
-from spaceserve.feature_store.store import Ticket
 from spaceserve.messages import (
     DropCached,
     EncodeRequest,
@@ -36,6 +33,7 @@ from spaceserve.messages import (
     WorkerUp,
 )
 from spaceserve.scheduler.feature_view import FeatureView
+from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY, Phase, TrackedImage, TrackedRequest
 from spaceserve.slab import Slab, SlabHandle
 
 if TYPE_CHECKING:
@@ -46,59 +44,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What the main process attaches to an image item of a request.
-SOURCE_KEY = "spaceserve_source"
-OWNER_KEY = "spaceserve_owner"  # id of the request as the main process first knew it
-ASKED_KEY = "spaceserve_asked"  # the main process has asked the worker already, under the owner's id
 MAX_TRIES = 2
 # Requests made of one (parallel sampling) share the file of an image and end one by one: keep it a little longer.
 SEGMENT_GRACE_S = 10.0
 # Answers for requests that have not reached the scheduler yet are kept this long.
 EARLY_ANSWER_S = 60.0
-
-
-class Phase(Enum):
-    """Where a request with images stands."""
-
-    WAITING = auto()  # in a queue of the scheduler
-    ADMITTED = auto()  # its prefill is under way and reads the features
-    PREFILLED = auto()  # decodes; its features are released
-
-
-@dataclass(frozen=True)
-class TrackedImage:
-    """One image of a request: its source, SGLang's hash of it, and its first and last placeholder (inclusive)."""
-
-    source: ImageSource
-    mm_hash: int
-    first: int
-    last: int
-
-
-@dataclass
-class TrackedRequest:
-    """What the gate knows of a request with images."""
-
-    rid: str
-    images: list[TrackedImage]
-    since_s: float
-    phase: Phase = Phase.WAITING
-    seq: int = 0
-    asked: frozenset[bytes] = frozenset()  # keys of the current EncodeRequest; empty with none
-    tickets: dict[bytes, Ticket] = field(default_factory=dict)
-    tries: int = 1
-    failure: FeaturesFailed | None = None
-    # A retracted request has output already; its next prefill ends with one more token.
-    num_outputs_before: int = 0
-
-    @property
-    def is_waiting_for_features(self) -> bool:
-        """An EncodeRequest is out and not answered."""
-        return bool(self.asked) and not self.tickets
-
-    def holds_all(self) -> bool:
-        """Every image's features are held, so the RadixCache need not be asked."""
-        return all(image.source.key in self.tickets for image in self.images)
 
 
 class EncoderGate:
@@ -135,6 +85,14 @@ class EncoderGate:
     def num_tracked(self) -> int:
         """Requests with images that have not ended."""
         return len(self._tracked)
+
+    def summary(self) -> str:
+        """State in the style of SGLang's log lines."""
+        num_waiting = sum(tracked.is_waiting_for_features for tracked in self._tracked.values())
+        return (
+            f"#image-req: {self.num_tracked}, #feature-wait-req: {num_waiting}, #held-feature: {len(self._view)}, "
+            f"#elided-encode: {self.num_elided}"
+        )
 
     # ---- the entry rank's input
 

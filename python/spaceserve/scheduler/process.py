@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -217,6 +218,20 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
     return hooks
 
 
+class GateInLogLine(logging.Filter):
+    """Adds the gate's state to SGLang's line about each prefill batch."""
+
+    def __init__(self, gate: EncoderGate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always passes the record."""
+        if isinstance(record.msg, str) and record.msg.startswith("Prefill batch"):
+            record.msg = f"{record.msg}, {self._gate.summary()}"
+        return True
+
+
 def run_scheduler_process(
     config: SpaceServeConfig,
     channels: Channels,
@@ -250,6 +265,7 @@ def run_scheduler_process(
         metrics = FeatureStoreMetrics({"model_name": str(server_args.served_model_name)}, block_bytes=0)
     gate = EncoderGate(view, link, config.encoder_timeout_s, metrics)
     publisher = DecodePublisher(channels.state_board(dp_rank or 0)) if is_entry_rank else None
+    logging.getLogger("sglang.srt.managers.scheduler_components.metrics_reporter").addFilter(GateInLogLine(gate))
     on_gpu = server_args.device == "cuda"
     install(decoder_only_hooks(family) + gate_hooks(gate, view, publisher, on_gpu=on_gpu))
     if link is not None:
