@@ -129,6 +129,7 @@ sys.path.insert(0, {str(Path(__file__).parents[1] / "python")!r})
 from spaceserve.reaper import Reaper
 reaper = Reaper("spaceserve-reaper-test-", {str(tmp_path / "run")!r})
 reaper.remove_too({str(tmp_path / "extra")!r})
+reaper.end_mps({str(tmp_path / "pipe")!r})
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(600)
@@ -137,7 +138,12 @@ time.sleep(600)
     (tmp_path / "extra").write_text("x")
     segment = Path("/dev/shm/spaceserve-reaper-test-segment")
     segment.write_text("x")
-    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    control.parent.mkdir()
+    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY $(cat)" > {tmp_path}/mps\n')
+    control.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{control.parent}:{os.environ['PATH']}"}
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ)
     assert launcher.stdout is not None
     child = int(launcher.stdout.readline())
     time.sleep(1.5)
@@ -152,3 +158,4 @@ time.sleep(600)
     assert not psutil.pid_exists(child)
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "extra").exists()
+    assert (tmp_path / "mps").read_text() == f"{tmp_path / 'pipe'} quit\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -212,7 +213,22 @@ def _serve_split(
             run_detokenizer_process_func=WithEnvironment(run_detokenizer_process),
         )
     finally:
+        _call_off_watchdog()
         supervisor.stop()
+
+
+def _call_off_watchdog() -> None:
+    """The server ends, so its processes may: SGLang's watchdog would take that for a crash and end this one too soon.
+
+    What comes after, the MPS daemon's end among it, must still run.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    state = http_server._global_state
+    watchdog = None if state is None else state.tokenizer_manager._subprocess_watchdog
+    if watchdog is not None:
+        watchdog.stop()
 
 
 def _start_mps(config: SpaceServeConfig, reaper: Reaper, stack: ExitStack) -> None:
@@ -224,6 +240,8 @@ def _start_mps(config: SpaceServeConfig, reaper: Reaper, stack: ExitStack) -> No
     daemon = stack.enter_context(MpsDaemon())
     os.environ.update(daemon.client_environ)
     if daemon.is_owned and daemon.pipe_directory is not None:
+        # SGLang ends itself with SIGKILL after SIGTERM: then only the reaper is left to do this.
+        reaper.end_mps(str(daemon.pipe_directory))
         reaper.remove_too(str(daemon.pipe_directory.parent))
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 SHM_DIR = Path("/dev/shm")
 GRACE_S = 2.0
+MPS_MARK = "mps:"
+MPS_TIMEOUT_S = 15.0
 POLL_S = 1.0
 POLLS_BETWEEN_MAPS = 5
 PROC = Path("/proc")
@@ -42,8 +44,15 @@ class Reaper:
 
     def remove_too(self, path: str) -> None:
         """Let the reaper remove another file or folder of the server's at the end."""
+        self._write(path)
+
+    def end_mps(self, pipe_directory: str) -> None:
+        """Let the reaper end the MPS daemon of this pipe directory, which is nobody's child."""
+        self._write(MPS_MARK + pipe_directory)
+
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(path.encode() + b"\n")
+        self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
@@ -117,6 +126,22 @@ def _left_of(seen: dict[int, str]) -> list[int]:
     return [pid for pid, started in seen.items() if pid in processes and processes[pid][1] == started]
 
 
+def _end_mps(pipe_directory: str) -> None:
+    environ = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": pipe_directory}
+    try:
+        subprocess.run(
+            ["nvidia-cuda-mps-control"],
+            input=b"quit\n",
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=MPS_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return  # it has ended already, or the next server's start ends it
+
+
 def _remove(shm_prefix: str, paths: list[str]) -> None:
     for path in SHM_DIR.glob(f"{shm_prefix}*"):
         path.unlink(missing_ok=True)
@@ -142,7 +167,10 @@ def main(launcher_pid: int, shm_prefix: str, run_dir: str) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    _remove(shm_prefix, [run_dir, *paths])
+    for line in paths:
+        if line.startswith(MPS_MARK):
+            _end_mps(line[len(MPS_MARK) :])
+    _remove(shm_prefix, [run_dir, *(path for path in paths if not path.startswith(MPS_MARK))])
 
 
 if __name__ == "__main__":
