@@ -26,7 +26,7 @@ from spaceserve.messages import (
 )
 from spaceserve.scheduler.feature_view import FeatureView, MissingFeatures
 from spaceserve.scheduler.gate import EncoderGate
-from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY
+from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY, rid_of, worker_id
 from spaceserve.slab import Slab, SlabHandle
 
 pytestmark = pytest.mark.cpu
@@ -106,7 +106,7 @@ class Bench:
             first = 10 * position + 1
             items.append(
                 SimpleNamespace(
-                    model_specific_data={SOURCE_KEY: source, OWNER_KEY: rid, ASKED_KEY: asked},
+                    model_specific_data={SOURCE_KEY: source, OWNER_KEY: worker_id(rid, "m0"), ASKED_KEY: asked},
                     offsets=[(first, first + TOKENS - 1)],
                     hash=hash(name),
                 )
@@ -126,7 +126,12 @@ class Bench:
 
     def ready(self, rid: str, *names: str, seq: int, epoch: int = 0) -> None:
         tickets = [Ticket(name.encode(), 8 * n, TOKENS, n) for n, name in enumerate(names)]
-        self.gate.on_message(FeaturesReady(rid, seq, epoch, tickets))
+        self.gate.on_message(FeaturesReady(self.identity(rid), seq, epoch, tickets))
+
+    def identity(self, rid: str) -> str:
+        """The request's name for the worker; what the main process gives where the gate does not know it yet."""
+        known = [tracked.worker_id for tracked in self.gate._tracked.values() if tracked.rid == rid]
+        return known[0] if known else worker_id(rid, "m0")
 
     def sent(self, kind: type) -> list[Any]:
         return [message for message in self.link.sent if isinstance(message, kind)]
@@ -174,7 +179,7 @@ def test_images_in_the_radix_cache_are_not_asked_for(bench: Bench) -> None:
     bench.arrive("first", "a", "b", prefix_len=10)
     assert bench.scheduling_pass() == ["all"]
     (request,) = bench.sent(EncodeRequest)
-    assert request.rid == "first"
+    assert rid_of(request.rid) == "first"
     assert [source.key for source in request.sources] == [b"b"]
     assert bench.gate.num_elided == 2
 
@@ -210,12 +215,12 @@ def test_features_are_released_after_the_prefill_and_sources_at_the_end(bench: B
     assert not bench.sent(ReleaseFeatures)
     req.output_ids.append(7)
     bench.gate.after_batch([req])
-    assert [message.rid for message in bench.sent(ReleaseFeatures)] == ["r"]
+    assert [rid_of(message.rid) for message in bench.sent(ReleaseFeatures)] == ["r"]
     assert len(bench.view) == 0
     assert bench.sent(RadixHint)[0].cached == [b"a"]
     req.finished_reason = "stop"
     bench.gate.after_batch([req])
-    assert [message.rid for message in bench.sent(FinishRequest)] == ["r"]
+    assert [rid_of(message.rid) for message in bench.sent(FinishRequest)] == ["r"]
     assert bench.gate.num_tracked == 0
 
 
@@ -238,12 +243,25 @@ def test_a_retracted_request_asks_again(bench: Bench) -> None:
     assert len(bench.sent(ReleaseFeatures)) == 2
 
 
+def test_a_request_id_may_be_used_again(bench: Bench) -> None:
+    """Each admission has its own name for the worker, which ignores names that have ended."""
+    names = []
+    for _ in range(2):
+        bench.arrive("r", "a")
+        bench.scheduling_pass()
+        names.append(bench.sent(EncodeRequest)[-1].rid)
+        bench.waiting.clear()
+        bench.scheduling_pass()
+    assert names[0] != names[1]
+    assert [message.rid for message in bench.sent(FinishRequest)] == names
+
+
 def test_an_aborted_request_is_finished(bench: Bench) -> None:
     bench.arrive("r", "a")
     bench.scheduling_pass()
     bench.waiting.clear()  # SGLang took it out of its queue and answered
     bench.scheduling_pass()
-    assert [message.rid for message in bench.sent(FinishRequest)] == ["r"]
+    assert [rid_of(message.rid) for message in bench.sent(FinishRequest)] == ["r"]
     assert bench.gate.num_tracked == 0
 
 
@@ -254,7 +272,7 @@ def test_a_request_aborted_between_two_chunks_releases_everything(bench: Bench) 
     bench.scheduling_pass()
     bench.gate.on_abort(req.rid)
     bench.gate.on_abort(req.rid)
-    assert [message.rid for message in bench.sent(FinishRequest)] == ["r"]
+    assert [rid_of(message.rid) for message in bench.sent(FinishRequest)] == ["r"]
     assert len(bench.view) == 0
     assert bench.gate.num_tracked == 0
 
@@ -263,7 +281,7 @@ def test_a_failed_encode_is_answered_with_its_status(bench: Bench) -> None:
     req = bench.arrive("r", "a")
     other = bench.arrive("other", "b")
     bench.scheduling_pass()
-    bench.gate.on_message(FeaturesFailed("r", 1, 0, 400, "the image cannot be decoded"))
+    bench.gate.on_message(FeaturesFailed(bench.identity("r"), 1, 0, 400, "the image cannot be decoded"))
     bench.scheduling_pass()
     assert bench.answered == [req]
     assert req.finished_reason.status_code is HTTPStatus.BAD_REQUEST

@@ -197,7 +197,8 @@ def test_headers_are_read_without_decoding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"), [(b"no image", "unknown format"), (png(2000, 2000), "more than"), (b"\x89PNG\r\n\x1a\n", "not an image")]
+    ("data", "reason"),
+    [(b"no image", "unknown format"), (png(2000, 2000), "more than"), (b"\x89PNG\r\n\x1a\n", "not an image")],
 )
 def test_what_is_no_image_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BadImageInput, match=reason):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from typing import Any
 
 import psutil
@@ -73,6 +74,14 @@ def test_generate_takes_images_too(server: Server) -> None:
     response = requests.post(f"{server.url}/generate", json=body, timeout=60)
     assert response.status_code == 200, response.text
     assert response.json()["text"].strip() == server.answer([user("Describe the picture.", picture_url(5))]).strip()
+
+
+def test_structured_output(server: Server) -> None:
+    message = user("What colour is the background?", picture_url(9))
+    assert server.answer([message], regex="(yes|no)") in ("yes", "no")
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert json.loads(server.answer([message], response_format=wanted, max_tokens=64))["n"] in (1, 2)
 
 
 def test_openai_client(server: Server) -> None:
@@ -255,6 +264,60 @@ def test_a_bad_image_among_good_ones_is_named(server: Server) -> None:
     response = server.chat([user("What are these?", picture_url(46), data_url(b"no image"))])
     assert response.status_code == 400
     assert "image 2 of 2" in response.json()["message"]
+
+
+def test_preprocessed_images_are_refused(server: Server) -> None:
+    for given in ({"format": "precomputed_embedding"}, {"format": "precomputed_embedding", "feature": [1.0]}, True):
+        body: Any = {"text": "<|vision_start|><|image_pad|><|vision_end|>", "image_data": [given]}
+        response = requests.post(f"{server.url}/generate", json=body, timeout=60)
+        assert response.status_code in (400, 422), response.text
+
+
+def test_a_request_id_may_be_used_again(server: Server) -> None:
+    for seed in (70, 71, 72):
+        body = {
+            "rid": "the-same",
+            "text": "<|vision_start|><|image_pad|><|vision_end|>Describe the picture.",
+            "image_data": picture_url(seed),
+            "sampling_params": {"max_new_tokens": 4},
+        }
+        response = requests.post(f"{server.url}/generate", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+
+
+def test_slow_servers_hold_up_nobody_and_leave_nothing(server: Server) -> None:
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(40):
+                    self.wfile.write(b"x")
+                    time.sleep(1)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{http.server_port}/picture.png"
+
+    def ask_slow(_: int) -> None:
+        with contextlib.suppress(requests.RequestException):
+            body = {"model": "m", "messages": [user("Hi", url)], "max_tokens": 2, "stream": True}
+            requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=4)
+
+    try:
+        with concurrent.futures.ThreadPoolExecutor(40) as pool:
+            slow = [pool.submit(ask_slow, n) for n in range(40)]
+            assert server.answer([user("Describe the picture.", picture_url(73))]) is not None
+            for future in slow:
+                future.result()
+        response = server.chat([user("Hi", url)])
+        assert response.status_code == 400
+        assert "took longer than" in response.json()["message"]
+    finally:
+        http.shutdown()
 
 
 def test_video_is_refused_with_the_reason(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,18 @@ def test_an_unknown_architecture_is_one_line(tmp_path: Path) -> None:
     result = start("--model-path", str(tmp_path))
     assert result.returncode != 0
     assert str(tmp_path) in last_line(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_an_architecture_that_sglang_does_not_know_is_one_line(tmp_path: Path) -> None:
+    from spaceserve.demo import model_path
+
+    shutil.copytree(model_path(), tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("Qwen2VLForConditionalGeneration", "FooForConditionalGeneration"))
+    result = start("--model-path", str(tmp_path))
+    assert result.returncode != 0
+    assert "FooForConditionalGeneration is not one that SGLang" in last_line(result)
     assert "Traceback" not in result.stderr
 
 

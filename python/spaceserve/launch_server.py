@@ -134,6 +134,27 @@ def split_obstacle(server_args: ServerArgs, family: Family | None) -> str | None
     return next((reason for is_met, reason in obstacles if is_met), None)
 
 
+def check_architecture(server_args: ServerArgs) -> None:
+    """Find out before any process is started that SGLang cannot serve the model.
+
+    Raises:
+        StartError: no architecture of the checkpoint is SGLang's, transformers' or the checkpoint's own.
+    """
+    import transformers
+    from sglang.srt.models.registry import ModelRegistry
+
+    config = server_args.get_model_config().hf_config
+    architectures = list(config.architectures or [])
+    supported = ModelRegistry.get_supported_archs()
+    is_known = any(name in supported or hasattr(transformers, name) for name in architectures)
+    if is_known or getattr(config, "auto_map", None):
+        return
+    raise StartError(
+        f"the architecture {', '.join(architectures) or 'of the checkpoint'} is not one that SGLang 0.5.17 serves: "
+        "give --model-path another checkpoint"
+    )
+
+
 def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels, reaper: Reaper) -> None:
     """Run the server until it ends.
 
@@ -155,6 +176,8 @@ def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels,
     if obstacle is not None:
         if config.encoder_worker == "on":
             raise StartError(f"--encoder-worker on is not possible: {obstacle}")
+        if family is None:
+            check_architecture(server_args)
         logging.getLogger(__name__).warning("Serving without an encoder worker, as stock SGLang does: %s", obstacle)
         stop_forkserver()
         run_server(server_args)

@@ -71,7 +71,7 @@ def _parents_and_start_times() -> dict[int, tuple[int, str]]:
         if entry.name.isdigit():
             try:
                 # The command's name is in parentheses and may hold anything.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 found[int(entry.name)] = int(fields[1]), fields[19]
             except (OSError, IndexError):  # it has ended
                 continue
@@ -90,7 +90,7 @@ def _descendants(launcher_pid: int) -> dict[int, str]:
 def _semaphores(pid: int) -> set[str]:
     """Named semaphores that the process has mapped; Python leaves its own behind in a process that is killed."""
     try:
-        maps = (PROC / str(pid) / "maps").read_text()
+        maps = (PROC / str(pid) / "maps").read_text(errors="replace")
     except OSError:
         return set()
     return {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/sem." in line}
@@ -117,7 +117,7 @@ def _watch(launcher_pid: int) -> tuple[dict[int, str], set[str]]:
         if readable:
             chunk = os.read(0, 65536)
             if not chunk:
-                return seen, paths | set(written.decode().splitlines())
+                return seen, paths | set(os.fsdecode(written).splitlines())
             written += chunk
 
 
@@ -156,7 +156,7 @@ def main(launcher_pid: int, shm_prefix: str, run_dir: str) -> None:
     """Wait for the launcher's end, then end its processes and remove its files."""
     if os.fork():
         os._exit(0)
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
     seen, paths = _watch(launcher_pid)
     deadline_s = time.monotonic() + GRACE_S

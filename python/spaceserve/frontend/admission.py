@@ -8,9 +8,11 @@ once; pixels are made in the encoder worker only.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,13 +23,15 @@ from spaceserve.config import SpaceServeConfig
 from spaceserve.families import Family, image_grid
 from spaceserve.feature_store.content import content_digest, new_key
 from spaceserve.feature_store.pad_values import PadValueRegistry
-from spaceserve.frontend.fetch import BadImageInput, fetch_bytes, read_header
+from spaceserve.frontend.fetch import BadImageInput, fetch_bytes, is_remote, read_header
 from spaceserve.hooks import Hook
 from spaceserve.messages import EncodeRequest, FinishRequest, ImageSource, ToWorker, encode
-from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY
+from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY, rid_of, worker_id
 from spaceserve.shared_memory import OutOfSharedMemory, SegmentWriter, unlink
 
 logger = logging.getLogger(__name__)
+
+DOWNLOAD_THREADS = 32
 
 
 class Admission:
@@ -47,7 +51,9 @@ class Admission:
         self._outbox_lock = threading.Lock()
         # With several schedulers only their dispatcher knows which of them gets a request.
         self._may_ask_early = channels.dp_size == 1
-        self._not_dispatched: dict[str, list[ImageSource]] = {}
+        self._not_dispatched: dict[str, tuple[str, list[ImageSource]]] = {}  # by rid: worker_id and sources
+        self._admissions = itertools.count()
+        self._download_pool = ThreadPoolExecutor(DOWNLOAD_THREADS, thread_name_prefix="download")
 
     def send(self, message: ToWorker) -> None:
         """Hand a message to the encoder worker; never blocks."""
@@ -76,9 +82,19 @@ class Admission:
         return ImageSource(digest, segment, len(fetched.data), fetched.height, fetched.width, grid, num_tokens)
 
     async def _admit_images(self, processor: Any, images: Sequence[Any]) -> list[ImageSource]:
-        loop = asyncio.get_running_loop()
-        tasks = [loop.run_in_executor(processor.io_executor, self._admit_image, processor, image) for image in images]
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        # Downloads have threads of their own: slow servers must not hold up images that are here already.
+        futures = [
+            (self._download_pool if is_remote(image) else processor.io_executor).submit(
+                self._admit_image, processor, image
+            )
+            for image in images
+        ]
+        try:
+            results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        except asyncio.CancelledError:  # the client is gone; what threads still write must not stay
+            for future in futures:
+                future.add_done_callback(_discard)
+            raise
         errors = [(i, result) for i, result in enumerate(results) if isinstance(result, BaseException)]
         sources = [result for result in results if isinstance(result, ImageSource)]
         if errors:
@@ -106,7 +122,8 @@ class Admission:
         if num_placeholders != len(images):
             raise ValueError(f"the prompt has {num_placeholders} image placeholders, {len(images)} images were given")
         sources = await self._admit_images(processor, images)
-        self._not_dispatched[request.rid] = sources
+        identity = worker_id(request.rid, f"m{next(self._admissions)}")
+        self._not_dispatched[request.rid] = identity, sources
         # A caller's own hash would decide whose features and whose cached prefix this request reads.
         request.mm_hashes = None
         is_new = [not self._pad_values.knows(source.key) for source in sources]
@@ -127,7 +144,7 @@ class Admission:
                 model_specific_data={
                     "image_grid_thw": torch.tensor([source.grid_thw], dtype=torch.long),
                     SOURCE_KEY: source,
-                    OWNER_KEY: request.rid,
+                    OWNER_KEY: identity,
                     ASKED_KEY: ask_now,
                 },
             )
@@ -135,7 +152,7 @@ class Admission:
             items.append(item)
         if ask_now:
             distinct = {source.key: source for source in sources}
-            self.send(EncodeRequest(request.rid, 0, list(distinct.values()), self._reply_to))
+            self.send(EncodeRequest(identity, 0, list(distinct.values()), self._reply_to))
         mrope_positions, mrope_position_delta = processor.compute_mrope_positions(expanded, items)
         return MultimodalProcessorOutput(
             input_ids=expanded,
@@ -157,16 +174,24 @@ class Admission:
         for item in tokenized.mm_inputs.mm_items:
             # Parallel sampling dispatches one request several times, under new ids.
             owner = item.model_specific_data.get(OWNER_KEY)
-            if self._not_dispatched.pop(owner, None) is not None and owner != tokenized.rid:
+            if owner is None:
+                continue
+            if self._not_dispatched.pop(rid_of(owner), None) is not None and rid_of(owner) != tokenized.rid:
                 self.send(FinishRequest(owner))
 
     def abandon(self, rid: str) -> None:
         """The request ends before the scheduler hears of it."""
-        sources = self._not_dispatched.pop(rid, None)
-        if sources is not None:
+        admitted = self._not_dispatched.pop(rid, None)
+        if admitted is not None:
+            identity, sources = admitted
             for source in sources:
                 unlink(source.segment)
-            self.send(FinishRequest(rid))
+            self.send(FinishRequest(identity))
+
+
+def _discard(future: Future[ImageSource]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        unlink(future.result().segment)
 
 
 def _tokenize(processor: Any, prompt: str | list[int]) -> list[int]:
@@ -210,7 +235,7 @@ def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
             raise ValueError("video and audio are not supported with an encoder worker; see --encoder-worker off")
         images = list(image_data or [])
         formats = {_preprocessed_format(processor, image) for image in images}
-        if formats == {"PRECOMPUTED_EMBEDDING"}:
+        if formats == {"PRECOMPUTED_EMBEDDING"} and all(torch.is_tensor(image.get("feature")) for image in images):
             return await original(processor, image_data, *args, **kwargs)
         if formats - {None}:
             raise ValueError("preprocessed images are not supported with an encoder worker: send the image itself")

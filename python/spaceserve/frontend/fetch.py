@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,17 @@ from urllib.parse import unquote, urlparse
 
 import pybase64
 from PIL import Image, UnidentifiedImageError
+from urllib3.exceptions import HTTPError
 
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class BadImageInput(ValueError):
     """The image cannot be had or is not one; the client gets HTTP 400 with this reason."""
+
+
+# A whole download; `REQUEST_TIMEOUT`, as in SGLang, bounds each wait for the server.
+DOWNLOAD_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,12 @@ class FetchedImage:
     width: int
 
 
+def is_remote(image: Any) -> bool:
+    """Whether the image has to be fetched from another server."""
+    url = getattr(image, "url", image)
+    return isinstance(url, str) and url.startswith(("http://", "https://"))
+
+
 def _shorten(text: str) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
@@ -37,16 +49,24 @@ def _download(url: str, max_bytes: int) -> bytes:
     from sglang.srt.utils.common import get_mm_http_session
 
     timeout_s = float(os.getenv("REQUEST_TIMEOUT", "3"))
+    deadline_s = time.monotonic() + DOWNLOAD_LIMIT_S
     try:
         with get_mm_http_session().get(url, timeout=timeout_s, stream=True) as response:
             response.raise_for_status()
             chunks, num_bytes = [], 0
-            for chunk in response.iter_content(1 << 16):
+            # read1 returns what has come, so that a server that sends byte by byte meets the limit on the whole.
+            while chunk := response.raw.read1(1 << 16, decode_content=True):
                 num_bytes += len(chunk)
                 if num_bytes > max_bytes:
                     raise BadImageInput(f"the image at {_shorten(url)} is larger than {max_bytes / 1e6:g} MB")
+                if time.monotonic() > deadline_s:
+                    raise BadImageInput(f"the image at {_shorten(url)} took longer than {DOWNLOAD_LIMIT_S:g} s")
                 chunks.append(chunk)
             return b"".join(chunks)
+    except (HTTPError, ValueError) as error:
+        if isinstance(error, BadImageInput):
+            raise
+        raise BadImageInput(f"the image at {_shorten(url)} cannot be fetched: {error}") from error
     except requests.exceptions.RequestException as error:
         raise BadImageInput(f"the image at {_shorten(url)} cannot be fetched: {error}") from error
 
@@ -55,8 +75,9 @@ def _read_file(path: str, max_bytes: int) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read(max_bytes + 1)
-    except OSError as error:
-        raise BadImageInput(f"the image {_shorten(path)} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path that none can be, as with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise BadImageInput(f"the image {_shorten(path)} cannot be read: {reason}") from error
 
 
 def fetch_bytes(image: Any, max_bytes: int) -> bytes:

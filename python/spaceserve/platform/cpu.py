@@ -47,7 +47,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """Choose the settings without which SGLang does not start on a plain CPU."""
+        """Choose the settings without which SGLang does not run on a plain CPU.
+
+        Raises:
+            ValueError: a setting was given that needs a GPU.
+        """
         server_args.device = "cpu"
         if server_args.dtype == "auto":
             # Half-precision products run on emulated arithmetic on CPUs without AMX or AVX512-BF16.
@@ -59,6 +63,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.mm_feature_transport = "cpu"
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
+        # xgrammar's masks lie in pinned memory and are applied by CUDA kernels; outlines uses plain PyTorch.
+        if server_args.grammar_backend == "xgrammar":
+            raise ValueError("--grammar-backend xgrammar needs a GPU; the CPU has outlines")
+        if server_args.grammar_backend is None:
+            server_args.grammar_backend = "outlines"
         if server_args.max_total_tokens is None:
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
         if server_args.max_running_requests is None:

@@ -33,7 +33,16 @@ from spaceserve.messages import (
     WorkerUp,
 )
 from spaceserve.scheduler.feature_view import FeatureView
-from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY, Phase, TrackedImage, TrackedRequest
+from spaceserve.scheduler.tracking import (
+    ASKED_KEY,
+    OWNER_KEY,
+    SOURCE_KEY,
+    Phase,
+    TrackedImage,
+    TrackedRequest,
+    rid_of,
+    worker_id,
+)
 from spaceserve.slab import Slab, SlabHandle
 
 if TYPE_CHECKING:
@@ -69,11 +78,14 @@ class EncoderGate:
         self._slab: Slab | None = None
         self._epoch = -1
         self._down_reason: str | None = None
-        self._tracked: dict[str, TrackedRequest] = {}
+        self._tracked: dict[str, TrackedRequest] = {}  # by rid
+        self._by_worker_id: dict[str, TrackedRequest] = {}
+        self._num_tracked_ever = 0
         self._early: dict[str, tuple[ToScheduler, float]] = {}
         self._segment_users: dict[str, int] = {}
         self._ended_segments: deque[tuple[float, str]] = deque()
         self._radix_keys: dict[int, bytes] = {}  # pad value -> key of images whose tokens the RadixCache was given
+        self.in_pass = False  # SGLang's scheduling pass is running: nothing may enter its queue now
         self.num_elided = 0
         self.num_prefix_lost = 0
 
@@ -106,7 +118,9 @@ class EncoderGate:
             overdue = tracked.phase is Phase.WAITING and tracked.failure is None
             if overdue and tracked.is_waiting_for_features and now_s - tracked.since_s > self._timeout_s:
                 reason = f"the image was not encoded within {self._timeout_s:g} s"
-                messages.append(FeaturesFailed(tracked.rid, -1, self._epoch, HTTPStatus.SERVICE_UNAVAILABLE, reason))
+                messages.append(
+                    FeaturesFailed(tracked.worker_id, -1, self._epoch, HTTPStatus.SERVICE_UNAVAILABLE, reason)
+                )
         self._sweep(now_s)
         return messages
 
@@ -115,9 +129,9 @@ class EncoderGate:
             _, segment = self._ended_segments.popleft()
             if segment not in self._segment_users:
                 shared_memory.unlink(segment)
-        for rid in [rid for rid, (_, came_s) in self._early.items() if now_s - came_s > EARLY_ANSWER_S]:
-            del self._early[rid]
-            self._send(FinishRequest(rid))
+        for identity in [name for name, (_, came_s) in self._early.items() if now_s - came_s > EARLY_ANSWER_S]:
+            del self._early[identity]
+            self._send(FinishRequest(identity))
 
     def _send(self, message: ToWorker) -> None:
         if self._link is not None:
@@ -135,7 +149,7 @@ class EncoderGate:
                 if tracked.phase is Phase.WAITING and tracked.is_waiting_for_features:
                     self._fail(tracked, HTTPStatus.SERVICE_UNAVAILABLE, message.reason)
         else:
-            tracked_request = self._tracked.get(message.rid)
+            tracked_request = self._by_worker_id.get(message.rid)
             if tracked_request is None:
                 self._early[message.rid] = (message, time.monotonic())
             elif isinstance(message, FeaturesReady):
@@ -174,31 +188,38 @@ class EncoderGate:
             self._metrics.observe_feature_wait(time.monotonic() - tracked.since_s)
 
     def _fail(self, tracked: TrackedRequest, status: HTTPStatus, reason: str) -> None:
-        tracked.failure = FeaturesFailed(tracked.rid, tracked.seq, self._epoch, status, reason)
+        tracked.failure = FeaturesFailed(tracked.worker_id, tracked.seq, self._epoch, status, reason)
 
     # ---- requests
 
     def track(self, rid: str, items: Sequence[Any]) -> None:
         """A request with images has arrived; `items` are SGLang's multimodal items."""
+        if rid in self._tracked:  # the client uses the id again before this rank has seen the first one's end
+            self._end(self._tracked[rid])
         images = []
-        eager = True
+        eager, owner = True, ""
         for item in items:
             source = item.model_specific_data.get(SOURCE_KEY)
             if source is None:
                 continue
-            eager &= item.model_specific_data[ASKED_KEY] and item.model_specific_data[OWNER_KEY] == rid
+            owner = item.model_specific_data[OWNER_KEY]
+            # Parallel sampling makes several requests of the one that was admitted.
+            eager &= item.model_specific_data[ASKED_KEY] and rid_of(owner) == rid
             ((first, last),) = item.offsets
             images.append(TrackedImage(source, item.hash, first, last))
         if not images:
             return
-        tracked = TrackedRequest(rid, images, since_s=time.monotonic())
+        self._num_tracked_ever += 1
+        identity = owner if eager else worker_id(rid, f"s{self._num_tracked_ever}")
+        tracked = TrackedRequest(rid, identity, images, since_s=time.monotonic())
         for image in images:
             segment = image.source.segment
             self._segment_users[segment] = self._segment_users.get(segment, 0) + 1
         if eager:  # the main process has asked for all of them, with seq 0
             tracked.asked = frozenset(image.source.key for image in images)
         self._tracked[rid] = tracked
-        early = self._early.pop(rid, None)
+        self._by_worker_id[identity] = tracked
+        early = self._early.pop(identity, None)
         if early is not None:
             self.on_message(early[0])
 
@@ -211,7 +232,8 @@ class EncoderGate:
         """The request has ended, however it did."""
         self._forget_features(tracked)
         del self._tracked[tracked.rid]
-        self._send(FinishRequest(tracked.rid))
+        del self._by_worker_id[tracked.worker_id]
+        self._send(FinishRequest(tracked.worker_id))
         now_s = time.monotonic()
         for image in tracked.images:
             segment = image.source.segment
@@ -282,7 +304,7 @@ class EncoderGate:
         tracked.since_s = time.monotonic()
         if self._link is not None:
             distinct = {source.key: source for source in sources}
-            self._link.send(EncodeRequest(tracked.rid, tracked.seq, list(distinct.values()), self._link.address))
+            self._link.send(EncodeRequest(tracked.worker_id, tracked.seq, list(distinct.values()), self._link.address))
 
     def _answer_failure(self, req: Req, tracked: TrackedRequest) -> None:
         from sglang.srt.disaggregation.utils import prepare_abort
@@ -328,7 +350,7 @@ class EncoderGate:
     def _release(self, tracked: TrackedRequest) -> None:
         self._forget_features(tracked)
         tracked.phase = Phase.PREFILLED
-        self._send(ReleaseFeatures(tracked.rid))
+        self._send(ReleaseFeatures(tracked.worker_id))
         if not self._scheduler.server_args.disable_radix_cache:
             cached = []
             for image in tracked.images:

@@ -88,14 +88,21 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
     def admit(
         original: Callable[..., Any], scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
     ) -> Any:
+        # SGLang moves requests whose grammar is ready into the queue at the start of its pass, past the gate: do it
+        # before, and let the pass find none.
+        if scheduler.grammar_manager.has_waiting_grammars():
+            for req in scheduler.grammar_manager.get_ready_grammar_requests():
+                scheduler._add_request_to_queue(req)
         waiting = scheduler.waiting_queue
         eligible, held = gate.partition(waiting)
         if eligible is not waiting:
             scheduler.waiting_queue = eligible
         candidates = list(eligible)
+        gate.in_pass = True
         try:
             batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
         finally:
+            gate.in_pass = False
             left = scheduler.waiting_queue
             if held:
                 # Back in order of arrival; what the pass itself added (preempted requests) stays behind.
@@ -107,6 +114,9 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
         if held and batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
             gate.wait_a_little(IDLE_POLL_MS)
         return batch, running_batch
+
+    def has_waiting_grammars(original: Callable[..., bool], manager: Any) -> bool:
+        return not gate.in_pass and original(manager)
 
     def after_batch(scheduler: Any, batch: Any) -> None:
         gate.after_batch(batch.reqs)
@@ -166,6 +176,12 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
             kind="around",
             why="pass over requests whose features are not ready",
             parameters=("prefill_delayer_single_pass", "running_batch"),
+        ),
+        Hook(
+            target="sglang.srt.constrained.grammar_manager.GrammarManager.has_waiting_grammars",
+            function=has_waiting_grammars,
+            kind="around",
+            why="requests with a grammar pass the gate like all others",
         ),
         Hook(
             target=f"{scheduler_class}._maybe_clear_mm_inputs",
@@ -283,3 +299,6 @@ def run_scheduler_process(
         *args,
         **kwargs,
     )
+    # SGLang reports an exception to its parent with a signal and then ends with code 0. Where the parent is the
+    # forkserver, only the exit code tells the launcher's watchdog.
+    sys.exit(1)

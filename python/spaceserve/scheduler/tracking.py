@@ -10,8 +10,18 @@ from spaceserve.messages import FeaturesFailed, ImageSource
 
 # What the main process attaches to an image item of a request.
 SOURCE_KEY = "spaceserve_source"
-OWNER_KEY = "spaceserve_owner"  # id of the request as the main process first knew it
-ASKED_KEY = "spaceserve_asked"  # the main process has asked the worker already, under the owner's id
+OWNER_KEY = "spaceserve_owner"  # `worker_id` that the main process gave the request when it admitted it
+ASKED_KEY = "spaceserve_asked"  # the main process has asked the worker already, under that id
+
+
+def worker_id(rid: str, number: str) -> str:
+    """Name of one admission of a request for the worker: clients may use their request ids again."""
+    return f"{rid}@{number}"
+
+
+def rid_of(identity: str) -> str:
+    """The request id in a `worker_id`."""
+    return identity.rpartition("@")[0]
 
 
 class Phase(Enum):
@@ -37,6 +47,7 @@ class TrackedRequest:
     """What the gate knows of a request with images."""
 
     rid: str
+    worker_id: str  # its name in messages to and from the worker
     images: list[TrackedImage]
     since_s: float
     phase: Phase = Phase.WAITING
