@@ -275,7 +275,7 @@ def test_preprocessed_images_are_refused(server: Server) -> None:
 
 def test_a_request_id_may_be_used_again(server: Server) -> None:
     for seed in (70, 71, 72):
-        body = {
+        body: Any = {
             "rid": "the-same",
             "text": "<|vision_start|><|image_pad|><|vision_end|>Describe the picture.",
             "image_data": picture_url(seed),
@@ -304,7 +304,7 @@ def test_slow_servers_hold_up_nobody_and_leave_nothing(server: Server) -> None:
 
     def ask_slow(_: int) -> None:
         with contextlib.suppress(requests.RequestException):
-            body = {"model": "m", "messages": [user("Hi", url)], "max_tokens": 2, "stream": True}
+            body: Any = {"model": "m", "messages": [user("Hi", url)], "max_tokens": 2, "stream": True}
             requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=4)
 
     try:
