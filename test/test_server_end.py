@@ -31,6 +31,7 @@ def mapped_shm_names(processes: list[psutil.Process]) -> set[str]:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
 def test_nothing_is_left(how: signal.Signals) -> None:
+    temp_dirs_before = set(Path("/tmp").glob("pymp-*"))
     server = Server("spaceserve.launch_server")
     try:
         server.wait_until_up()
@@ -50,6 +51,7 @@ def test_nothing_is_left(how: signal.Signals) -> None:
         assert not alive, [process.cmdline() for process in alive]
         assert not run_dir.exists()
         assert not shm_names() & mapped
+        assert set(Path("/tmp").glob("pymp-*")) <= temp_dirs_before
         assert not any(name.startswith(prefix) for name in shm_names())
         with pytest.raises(requests.ConnectionError):
             requests.get(f"{server.url}/health", timeout=5)

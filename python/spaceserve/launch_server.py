@@ -287,7 +287,7 @@ def run(argv: list[str]) -> None:
             os.mkdir(metrics_dir)
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
         if may_fork():
-            start_forkserver()
+            start_forkserver(os.path.join(channels.run_dir, "forkserver"))
         else:
             _start_mps(config, reaper, stack)
         import spaceserve.quiet  # noqa: F401

@@ -60,8 +60,13 @@ def may_fork() -> bool:
     return not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists()
 
 
-def start_forkserver() -> None:
-    """Begin to import, in a process of its own, what every process of the server needs."""
+def start_forkserver(temp_dir: str) -> None:
+    """Begin to import, in a process of its own, what every process of the server needs.
+
+    Its socket lies in `temp_dir`: the folder that multiprocessing would make stays behind in a process that is killed.
+    """
+    os.mkdir(temp_dir)
+    mp.current_process()._config["tempdir"] = temp_dir  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(list(PRELOADED))
     forkserver.ensure_running()
 
