@@ -290,7 +290,6 @@ def run(argv: list[str]) -> None:
             start_forkserver(os.path.join(channels.run_dir, "forkserver"))
         else:
             _start_mps(config, reaper, stack)
-        import spaceserve.quiet  # noqa: F401
 
         namespace = parse_args(argv)
         check_before_start(namespace)

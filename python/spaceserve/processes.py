@@ -17,6 +17,7 @@ from typing import Any
 
 import setproctitle
 
+import spaceserve.quiet  # noqa: F401 - in every process, before SGLang: this module is the first that each imports
 from spaceserve.hooks import Hook
 
 PRELOADED = (
