@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-
-from spaceserve import shared_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,3 @@ class Channels:
     def state_board(self, dp_rank: int) -> str:
         """Name of the segment in which the scheduler of this data-parallel rank says what it runs."""
         return f"{self.shm_prefix}decode-{dp_rank}"
-
-    def remove(self) -> None:
-        """Take everything away that bears these names."""
-        shared_memory.unlink_all(self.shm_prefix)
-        shutil.rmtree(self.run_dir, ignore_errors=True)

@@ -30,14 +30,27 @@ class LanguageModelStub(nn.Module):
         raise RuntimeError("the encoder worker holds no language model")
 
 
-def encoder_only_hooks(family: Family) -> list[Hook]:
-    """The hooks that make SGLang's loader build and load the encoder's part of a model."""
+def weights_hook(family: Family, *, vision: bool) -> Hook:
+    """The hook that makes SGLang's loader load the encoder's weights only (`vision`), or all others."""
 
-    def load_vision_weights(
+    def load_part_of_weights(
         original: Callable[..., Any], model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Any:
-        return original(model, ((name, weight) for name, weight in weights if family.vision_weights in name))
+        return original(
+            model, ((name, weight) for name, weight in weights if (family.vision_weights in name) == vision)
+        )
 
+    return Hook(
+        target=f"{family.target(family.model_class)}.load_weights",
+        function=load_part_of_weights,
+        kind="around",
+        why="load the encoder's weights only" if vision else "load the language model's weights only",
+        parameters=("weights",),
+    )
+
+
+def encoder_only_hooks(family: Family) -> list[Hook]:
+    """The hooks that make SGLang's loader build and load the encoder's part of a model."""
     return [
         Hook(
             target=family.target(family.language_class),
@@ -51,13 +64,7 @@ def encoder_only_hooks(family: Family) -> list[Hook]:
             kind="replace",
             why="no output head in the encoder worker",
         ),
-        Hook(
-            target=f"{family.target(family.model_class)}.load_weights",
-            function=load_vision_weights,
-            kind="around",
-            why="load the encoder's weights only",
-            parameters=("weights",),
-        ),
+        weights_hook(family, vision=True),
     ]
 
 

@@ -182,21 +182,12 @@ def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, 
 
 
 def _curves(device: torch.device, partitioner: Partitioner, model_path: str) -> DeviceCurves:
-    from spaceserve.sis.curves import find_curves
-    from spaceserve.sis.roofline import device_spec, estimate_curves
+    from spaceserve.sis import curves_for
     from spaceserve.sis.shapes import shape_from_model_path
 
-    model = shape_from_model_path(model_path)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    curves = find_curves(name, partitioner.total_units, model.fingerprint())
-    if curves is not None:
-        logger.info("SIS uses the profiled curves of this device and model")
-        return curves
-    logger.warning(
-        "SIS has no profiled curves of %s for this model and estimates them; "
-        "`python -m spaceserve.profile` measures them",
-        name,
-    )
-    curves = estimate_curves(model, device_spec(name, partitioner.total_units))
+    curves = curves_for(name, partitioner.total_units, shape_from_model_path(model_path))
+    # What they are worth says their provenance: measured on this device, with stand-ins, or an estimate.
+    logger.info("SIS uses curves of %s (%s): %s", name, curves.source, curves.provenance)
     # The estimate keeps 20 SMs for a decoder, since cuBLAS fails on fewer; cores know no such limit.
     return curves if device.type == "cuda" else replace(curves, min_decoder_units=1)

@@ -87,7 +87,6 @@ class EncoderGate:
         self._radix_keys: dict[int, bytes] = {}  # pad value -> key of images whose tokens the RadixCache was given
         self.in_pass = False  # SGLang's scheduling pass is running: nothing may enter its queue now
         self.num_elided = 0
-        self.num_prefix_lost = 0
 
     def attach(self, scheduler: Any) -> None:
         """Called by the hook on the scheduler's construction."""
@@ -292,8 +291,6 @@ class EncoderGate:
         if self._down_reason is not None:
             self._fail(tracked, HTTPStatus.SERVICE_UNAVAILABLE, self._down_reason)
             return False
-        if tracked.tickets:
-            self.num_prefix_lost += 1
         self._ask(tracked, needed)
         return False
 

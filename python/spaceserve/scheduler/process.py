@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
+from spaceserve.encoder.model import weights_hook
 from spaceserve.families import Family
 from spaceserve.hooks import Hook, install
 from spaceserve.messages import FeaturesFailed, FeaturesReady, WorkerDown, WorkerUp
@@ -40,12 +41,6 @@ class VisionStub(nn.Module):
 
 def decoder_only_hooks(family: Family) -> list[Hook]:
     """The hooks that make SGLang's loader leave the encoder out."""
-
-    def load_language_weights(
-        original: Callable[..., Any], model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> Any:
-        return original(model, ((name, weight) for name, weight in weights if family.vision_weights not in name))
-
     return [
         Hook(
             target=family.target(family.vision_class),
@@ -53,13 +48,7 @@ def decoder_only_hooks(family: Family) -> list[Hook]:
             kind="replace",
             why="no encoder in the scheduler",
         ),
-        Hook(
-            target=f"{family.target(family.model_class)}.load_weights",
-            function=load_language_weights,
-            kind="around",
-            why="load the language model's weights only",
-            parameters=("weights",),
-        ),
+        weights_hook(family, vision=False),
     ]
 
 
