@@ -14,12 +14,14 @@ from spaceserve.demo import architecture as arch
 from spaceserve.demo.answer import answer_batch
 from spaceserve.demo.ask import picture_scene, right_answer
 from spaceserve.demo.data import MAX_ANSWER_TOKENS, build_sequence, pack_batch, training_batch
-from spaceserve.demo.eval import TransformersModel, held_out_example, is_right, messages
+from spaceserve.demo.eval import TransformersModel, count_topics, held_out_example, is_right, messages, table
+from spaceserve.demo.lessons import NUM_LEVELS, Lessons, Plan, lesson_dialogue
 from spaceserve.demo.model import DemoModel
 from spaceserve.demo.optimiser import FlatAdamW
-from spaceserve.demo.questions import KINDS, all_wording, decorate, make_dialogue
+from spaceserve.demo.questions import KINDS, Dialogue, all_wording, decorate, make_dialogue
 from spaceserve.demo.render import draw
 from spaceserve.demo.tokenizer import decode, encode, special_id, vocabulary
+from spaceserve.demo.train import Trainee
 from spaceserve.demo.untrained import write_untrained
 
 pytestmark = pytest.mark.cpu
@@ -92,7 +94,8 @@ def test_sequences_follow_the_chat_template(stock: TransformersModel) -> None:
             dialogue = make_dialogue(rng, sizes, None, 3)
             decorate(rng, dialogue)
             grids = [(h // 28, w // 28) for w, h in sizes]
-            ids, positions, places = build_sequence(dialogue, grids)
+            ids, positions, places, segments = build_sequence(dialogue, grids)
+            assert set(segments) == {0}
             pictures = [{"type": "image"} for _ in sizes]
             chat: list[dict[str, object]] = []
             if dialogue.system:
@@ -139,6 +142,26 @@ def test_padding_changes_nothing(own: DemoModel) -> None:
     torch.testing.assert_close(both[0, :length], alone[0], atol=1e-4, rtol=1e-4)
 
 
+def test_an_independent_turn_is_read_as_the_only_one(own: DemoModel) -> None:
+    rng = random.Random(5)
+    lesson = lesson_dialogue(rng, (112, 140), NUM_LEVELS - 1)
+    features = torch.randn(4 * 5, arch.HIDDEN_SIZE)
+    image = special_id("<|image_pad|>")
+
+    def answers_of(dialogue: Dialogue) -> torch.Tensor:
+        """Return the hidden states of the tokens that are to be learnt."""
+        batch = pack_batch([dialogue])
+        segments = None if batch.segments is None else torch.from_numpy(batch.segments)
+        assert (segments is not None) == dialogue.independent
+        tokens, positions = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.positions)
+        return own.hidden(tokens, positions, features, image, segments)[0, torch.from_numpy(batch.target_index)]
+
+    alone = torch.cat([answers_of(Dialogue(lesson.scenes, [turn])) for turn in lesson.turns])
+    torch.testing.assert_close(answers_of(lesson), alone, atol=1e-4, rtol=1e-4)
+    lesson.independent = False  # else the turns read one another
+    assert (answers_of(lesson) - alone)[-1].abs().max() > 1e-2
+
+
 def test_flat_optimiser_is_adamw() -> None:
     torch.manual_seed(0)
     ours, theirs = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
@@ -157,6 +180,17 @@ def test_flat_optimiser_is_adamw() -> None:
     torch.testing.assert_close(ours.bias, theirs.bias)
 
 
+def test_weights_of_runs_without_the_rank_head_can_be_resumed() -> None:
+    trainee = Trainee(1)
+    names = list(dict(trainee.named_parameters()))
+    assert names[-2:] == ["heads.rank.weight", "heads.rank.bias"]
+    fresh = trainee.heads.rank.weight.detach().clone()
+    optimiser = FlatAdamW(trainee, torch.float32)
+    optimiser.load(torch.full((optimiser.slices["heads.rank.weight"].start,), 0.25))
+    assert (trainee.heads.out.bias == 0.25).all()
+    assert torch.equal(trainee.heads.rank.weight, fresh)
+
+
 def test_training_batches_mark_the_answers() -> None:
     rng = random.Random(4)
     for _ in range(10):
@@ -166,6 +200,38 @@ def test_training_batches_mark_the_answers() -> None:
         ends = (batch.targets == special_id("<|im_end|>")).sum()
         assert ends % len(batch.tokens) == 0
         assert batch.tokens.shape == batch.positions.shape[1:]
+
+
+def test_lessons_are_a_share_of_the_batches() -> None:
+    rng = random.Random(6)
+    with_segments = 0
+    for _ in range(10):
+        batch = training_batch(rng, 4000, Lessons(0.5))
+        flat = batch.tokens.reshape(-1)
+        assert np.array_equal(flat[batch.target_index + 1], batch.targets)
+        assert len(batch.pictures) == 1 or batch.segments is None
+        with_segments += batch.segments is not None
+    assert with_segments > 3
+
+
+def test_a_plan_goes_from_easy_lessons_to_the_mixture() -> None:
+    plan = Plan(0.5, 0.1)
+    rng = random.Random(7)
+    highest = []
+    for progress in (0.0, 0.1, 0.2, 0.3, 0.6, 0.7, 1.0):
+        plan.progress.value = progress
+        lessons = plan.now()
+        assert lessons.share == (0.5 if progress < 2 / 3 else 0.1)
+        highest.append(max(lessons.level(rng) for _ in range(50)))
+    assert highest == [0, 1, 3, 4, 4, 4, 4]
+    assert {plan.now().level(rng) for _ in range(50)} == {NUM_LEVELS - 1}
+
+
+def test_topics_are_counted_once() -> None:
+    kinds, questions = ["yesno", "yesno", "letter"], ["Is the letter F?", "Is the star above the ring?", "Read it."]
+    topics = count_topics(kinds, questions, [True, False, True])
+    assert topics == {"yesno: character": (1, 1), "yesno: relation": (0, 1)}
+    assert table({"yesno": (1, 2), **topics}).splitlines()[-1].split() == ["all", "50.0", "%", "of", "2"]
 
 
 def test_messages_carry_pictures() -> None:

@@ -10,10 +10,11 @@ from PIL import Image
 from spaceserve.demo import architecture as arch
 from spaceserve.demo.build_atlas import HELD_OUT_FONTS, TRAIN_FONTS
 from spaceserve.demo.eval import held_out_example
+from spaceserve.demo.lessons import NUM_LEVELS, NUM_QUESTIONS, lesson_dialogue
 from spaceserve.demo.pixels import process, to_patches
-from spaceserve.demo.questions import KINDS, make_dialogue, random_size
+from spaceserve.demo.questions import KINDS, RELATIONS, YESNO_TOPICS, make_dialogue, random_size, yesno_topic
 from spaceserve.demo.render import draw, pack_scenes, render
-from spaceserve.demo.scenes import MIN_CONTRAST, Scene, Shape, shapes_scene, text_scene
+from spaceserve.demo.scenes import LABEL_FIELDS, MIN_CONTRAST, Scene, Shape, shapes_scene, text_scene
 
 pytestmark = pytest.mark.cpu
 
@@ -47,6 +48,16 @@ def test_shapes_do_not_overlap_and_lie_inside() -> None:
             assert a.radius <= a.cy <= height - a.radius
             for b in scene.shapes[i + 1 :]:
                 assert (a.cx - b.cx) ** 2 + (a.cy - b.cy) ** 2 > (a.radius + b.radius) ** 2
+
+
+def test_labels_rank_shapes_from_left_and_from_top() -> None:
+    scene = shapes_scene(random.Random(10), 336, 336, 5)
+    fields = {name: [row[i] for row in scene.labels] for i, name in enumerate(LABEL_FIELDS)}
+    assert len(scene.shapes) == 5
+    assert fields["ordinal"] == [0, 1, 2, 3, 4]
+    assert [s for _, s in sorted(zip(fields["rank"], [s.cy for s in scene.shapes], strict=True))] == sorted(
+        s.cy for s in scene.shapes
+    )
 
 
 def test_edges_are_antialiased_and_areas_are_right() -> None:
@@ -128,6 +139,55 @@ def test_answers_follow_from_the_scene() -> None:
     turn = questions.ask_describe(rng, scene)
     assert turn is not None
     assert turn.answer == "a red star, a blue ring and a red ring on a white background"
+
+
+def _relation_holds(word: str, first: Shape, second: Shape) -> bool:
+    return {
+        "left of": first.cx < second.cx,
+        "right of": first.cx > second.cx,
+        "above": first.cy < second.cy,
+        "below": first.cy > second.cy,
+        "larger than": first.radius > second.radius,
+        "smaller than": first.radius < second.radius,
+    }[word]
+
+
+@pytest.mark.parametrize("level", range(NUM_LEVELS))
+def test_lessons_ask_independent_questions_that_the_scene_answers(level: int) -> None:
+    rng = random.Random(8)
+    topics, answers, words = set(), [], set()
+    for _ in range(60):
+        dialogue = lesson_dialogue(rng, random_size(rng), level)
+        assert dialogue.independent
+        assert len(dialogue.turns) == NUM_QUESTIONS
+        scene = dialogue.scenes[0]
+        for turn in dialogue.turns:
+            topics.add(yesno_topic(turn.question))
+            answers.append(turn.answer)
+            if scene.text:
+                assert turn.answer == ("yes" if turn.question[-2] == scene.text else "no")
+                continue
+            word = next(word for word in RELATIONS if f" {word} the " in turn.question)
+            words.add(word)
+            names = turn.question.removeprefix("Is the ").removesuffix("?").split(f" {word} the ")
+            first, second = (
+                next(s for s in scene.shapes if name in (s.shape, f"{s.colour} {s.shape}")) for name in names
+            )
+            assert turn.answer == ("yes" if _relation_holds(word, first, second) else "no")
+    assert topics == {"relation", "character"}
+    assert words == set(RELATIONS[::2] if level == 0 else RELATIONS)
+    assert 0.4 < answers.count("yes") / len(answers) < 0.65
+
+
+def test_every_topic_of_yes_or_no_is_recognised() -> None:
+    rng = random.Random(9)
+    examples = [make_dialogue(rng, [(224, 224)], "yesno", 1) for _ in range(1500)]
+    topics = [yesno_topic(example.turns[0].question) for example in examples]
+    assert set(topics) == set(YESNO_TOPICS)
+    for example, topic in zip(examples, topics, strict=True):
+        scene = example.scenes[0]
+        assert topic != "character" or len(scene.text) == 1
+        assert topic != "relation" or len(scene.shapes) > 1
 
 
 def test_yes_and_no_are_about_equally_frequent() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spaceserve.demo.data import MAX_ANSWER_TOKENS, Batch, held_out_batch
+from spaceserve.demo.eval import count, count_topics
 from spaceserve.demo.model import DemoModel
 from spaceserve.demo.pixels import on_device, patches_of
 from spaceserve.demo.questions import KINDS
@@ -51,17 +52,18 @@ def answer_batch(model: DemoModel, batch: Batch, device: torch.device) -> list[s
     return answers
 
 
-def held_out_set(per_kind: int, seed: int, kinds: tuple[str, ...] = KINDS) -> list[Batch]:
-    """Return batches of held-out questions, `per_kind` of each kind in five sizes of pictures."""
+def held_out_set(per_kind: int, seed: int, kinds: tuple[str, ...] = KINDS, num_sizes: int = 5) -> list[Batch]:
+    """Return batches of held-out questions, `per_kind` of each kind in `num_sizes` sizes of pictures."""
     rng = random.Random(f"held-out-batches-{seed}")
-    return [held_out_batch(rng, kind, max(1, per_kind // 5)) for kind in kinds for _ in range(5)]
+    return [held_out_batch(rng, kind, max(1, per_kind // num_sizes)) for kind in kinds for _ in range(num_sizes)]
 
 
 def exact_match(model: DemoModel, batches: list[Batch], device: torch.device) -> dict[str, tuple[int, int]]:
-    """Return kind -> (right answers, questions)."""
-    result: dict[str, tuple[int, int]] = {}
+    """Return kind, and topic of yes/no questions, -> (right answers, questions)."""
+    kinds, questions, right = [], [], []
     for batch in batches:
-        right = sum(a == b for a, b in zip(answer_batch(model, batch, device), batch.answers, strict=True))
-        before = result.get(batch.kinds[0], (0, 0))
-        result[batch.kinds[0]] = (before[0] + right, before[1] + len(batch.answers))
-    return result
+        answers = answer_batch(model, batch, device)
+        kinds += batch.kinds
+        questions += batch.questions
+        right += [a == b for a, b in zip(answers, batch.answers, strict=True)]
+    return count(kinds, right) | count_topics(kinds, questions, right)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spaceserve.demo import questions
 from spaceserve.demo.architecture import CELL_SIZE, processed_size
+from spaceserve.demo.lessons import NO_LESSONS, NUM_QUESTIONS, Lessons, Plan, lesson_dialogue
 from spaceserve.demo.questions import Dialogue
 from spaceserve.demo.scenes import LABEL_FIELDS, ROW_FIELDS, Scene
 from spaceserve.demo.tokenizer import encode, special_id
@@ -42,11 +43,22 @@ class Batch:
     pictures: list[Pictures]
     tokens: np.ndarray  # [B, L] int32
     positions: np.ndarray  # [3, B, L] int32
+    segments: np.ndarray | None  # [B, L] int8, see DemoModel.hidden; None where no dialogue needs it
     lengths: np.ndarray  # [B] int32
     target_index: np.ndarray  # [T] int64: places in the flattened [B * L] whose next token is to be learnt
     targets: np.ndarray  # [T] int64
+    questions: list[str]  # these three: of the first turns
     answers: list[str]
     kinds: list[str]
+
+
+class Sequence(NamedTuple):
+    """A dialogue as the model reads it."""
+
+    ids: list[int]
+    positions: np.ndarray  # rotary positions [3, L] int32
+    answer_places: list[int]  # places of the tokens that the model has to produce
+    segments: list[int]  # per token: 0 for what every turn sees, else the number of an independent turn, from 1
 
 
 @cache
@@ -61,25 +73,26 @@ def _ids(text: str) -> tuple[int, ...]:
     return tuple(encode(text))
 
 
-def build_sequence(
-    dialogue: Dialogue, grids: list[tuple[int, int]], with_answers: bool = True
-) -> tuple[list[int], np.ndarray, list[int]]:
+def build_sequence(dialogue: Dialogue, grids: list[tuple[int, int]], with_answers: bool = True) -> Sequence:
     """Write a dialogue as the chat template does.
 
     Args:
         grids: (rows, columns) of merged cells of each picture, which are shown in the first turn.
         with_answers: False stops where the first answer would begin.
 
-    Returns:
-        Token ids, rotary positions [3, L], and the places of the tokens that the model has to produce.
+    Each independent turn has the positions that it would have as the only one, and a segment of its own; text may not
+    come first then.
     """
+    assert not (dialogue.independent and dialogue.text_first)
     ids: list[int] = []
+    turn_starts: list[int] = []
     answer_places: list[int] = []
     picture_starts: list[int] = []
     if dialogue.system:
         ids += _ids(f"<|im_start|>system\n{dialogue.system}<|im_end|>\n")
     for number, turn in enumerate(dialogue.turns):
-        ids += _ids("<|im_start|>user\n")
+        if number == 0 or not dialogue.independent:
+            ids += _ids("<|im_start|>user\n")
         question = _ids(turn.question)
         if number == 0 and dialogue.text_first:
             ids += question
@@ -89,6 +102,7 @@ def build_sequence(
                 picture_starts.append(len(ids))
                 ids += [special_id("<|image_pad|>")] * (rows * cols)
                 ids.append(special_id("<|vision_end|>"))
+        turn_starts.append(len(ids))
         if number > 0 or not dialogue.text_first:
             ids += question
         ids += _ids("<|im_end|>\n<|im_start|>assistant\n")
@@ -107,7 +121,12 @@ def build_sequence(
         positions[:, start:place] = _grid_positions(rows, cols) + position
         position += max(rows, cols)
     positions[:, place:] = np.arange(position, position + len(ids) - place, dtype=np.int32)
-    return ids, positions, answer_places
+    segments = [0] * len(ids)
+    if dialogue.independent:
+        for number, (start, end) in enumerate(zip(turn_starts, [*turn_starts[1:], len(ids)], strict=True), 1):
+            segments[start:end] = [number] * (end - start)
+            positions[:, start:end] -= start - turn_starts[0]
+    return Sequence(ids, positions, answer_places, segments)
 
 
 def _pack_pictures(scenes: list[Scene]) -> Pictures:
@@ -137,13 +156,15 @@ def pack_batch(dialogues: list[Dialogue], with_answers: bool = True, spare_token
         width, height = processed_size(scene.width, scene.height)
         grids.append((height // CELL_SIZE, width // CELL_SIZE))
     sequences = [build_sequence(dialogue, grids, with_answers) for dialogue in dialogues]
-    longest = max(len(ids) for ids, _, _ in sequences) + spare_tokens
+    longest = max(len(sequence.ids) for sequence in sequences) + spare_tokens
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP
     tokens = np.full((len(dialogues), length), special_id("<|endoftext|>"), dtype=np.int32)
     positions = np.zeros((3, len(dialogues), length), dtype=np.int32)
+    segments = np.zeros((len(dialogues), length), dtype=np.int8)
     index: list[int] = []
     targets: list[int] = []
-    for i, (ids, position, places) in enumerate(sequences):
+    for i, (ids, position, places, segment) in enumerate(sequences):
+        segments[i, : len(ids)] = segment
         tokens[i, : len(ids)] = ids
         positions[:, i, : len(ids)] = position
         positions[:, i, len(ids) :] = position[0, -1] + 1 + np.arange(length - len(ids), dtype=np.int32)
@@ -153,24 +174,30 @@ def pack_batch(dialogues: list[Dialogue], with_answers: bool = True, spare_token
         pictures=[_pack_pictures([dialogue.scenes[n] for dialogue in dialogues]) for n in range(len(scenes))],
         tokens=tokens,
         positions=positions,
-        lengths=np.asarray([len(ids) for ids, _, _ in sequences], dtype=np.int32),
+        segments=segments if any(dialogue.independent for dialogue in dialogues) else None,
+        lengths=np.asarray([len(sequence.ids) for sequence in sequences], dtype=np.int32),
         target_index=np.asarray(index, dtype=np.int64),
         targets=np.asarray(targets, dtype=np.int64),
+        questions=[dialogue.turns[0].question for dialogue in dialogues],
         answers=[dialogue.turns[0].answer for dialogue in dialogues],
         kinds=[dialogue.kind for dialogue in dialogues],
     )
 
 
-def batch_size(sizes: list[tuple[int, int]], budget: int) -> int:
+def batch_size(sizes: list[tuple[int, int]], budget: int, text_tokens: int = 48) -> int:
     """Return how many dialogues cost about `budget` patches, counting the decoder's tokens as 1.5 patches each."""
     cells = 0
     for width, height in (processed_size(*size) for size in sizes):
         cells += (width // CELL_SIZE) * (height // CELL_SIZE)
-    return max(4, min(1024, budget // int(4 * cells + 1.5 * (cells + 48))))
+    return max(4, min(1024, budget // int(4 * cells + 1.5 * (cells + text_tokens))))
 
 
-def training_batch(rng: random.Random, budget: int) -> Batch:
-    """Make a batch of random sizes, of 1 to 3 pictures or (rarely) none, and 1 to 4 turns."""
+def training_batch(rng: random.Random, budget: int, lessons: Lessons = NO_LESSONS) -> Batch:
+    """Make a batch of random sizes, of 1 to 3 pictures or (rarely) none, and 1 to 4 turns.
+
+    Where lessons take place, some of the dialogues about one picture are lessons, and half of the others have as many
+    turns, which are independent.
+    """
     lot = rng.random()
     if lot < 0.015:
         return pack_batch([_greeting(rng) for _ in range(128)])
@@ -179,9 +206,15 @@ def training_batch(rng: random.Random, budget: int) -> Batch:
     if rng.random() < 0.5:
         sizes = [sizes[0]] * num_pictures
     num_turns = rng.choice((1, 2, 3, 4))
+    teaching = lessons.share > 0 and num_pictures == 1
     dialogues = []
-    for _ in range(batch_size(sizes, budget)):
-        dialogue = questions.make_dialogue(rng, sizes, None, num_turns)
+    for _ in range(batch_size(sizes, budget, 16 * NUM_QUESTIONS if teaching else 48)):
+        if teaching and rng.random() < lessons.share:
+            dialogue = lesson_dialogue(rng, sizes[0], lessons.level(rng))
+        else:
+            independent = teaching and rng.random() < 0.5
+            dialogue = questions.make_dialogue(rng, sizes, None, NUM_QUESTIONS if independent else num_turns)
+            dialogue.independent = independent
         questions.decorate(rng, dialogue)
         dialogues.append(dialogue)
     return pack_batch(dialogues)
@@ -203,8 +236,8 @@ def held_out_batch(rng: random.Random, kind: str, size: int) -> Batch:
     return pack_batch(dialogues, with_answers=False, spare_tokens=MAX_ANSWER_TOKENS)
 
 
-def worker(queue: Any, seed: str, budget: int) -> None:
+def worker(queue: Any, seed: str, budget: int, plan: Plan) -> None:
     """Fill a multiprocessing queue with training batches until the process is ended."""
     rng = random.Random(seed)
     while True:
-        queue.put(training_batch(rng, budget))
+        queue.put(training_batch(rng, budget, plan.now()))

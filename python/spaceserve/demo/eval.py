@@ -23,7 +23,7 @@ from typing import Any
 
 from PIL import Image
 
-from spaceserve.demo.questions import KINDS, make_dialogue, random_size
+from spaceserve.demo.questions import KINDS, make_dialogue, random_size, yesno_topic
 from spaceserve.demo.render import draw
 
 MAX_NEW_TOKENS = 32
@@ -68,11 +68,18 @@ def count(kinds: list[str], right: list[bool]) -> dict[str, tuple[int, int]]:
     return result
 
 
+def count_topics(kinds: list[str], questions: list[str], right: list[bool]) -> dict[str, tuple[int, int]]:
+    """Return topic -> (right answers, questions) of the yes/no questions."""
+    asked = [(yesno_topic(q), hit) for k, q, hit in zip(kinds, questions, right, strict=True) if k == "yesno"]
+    found = count([f"yesno: {topic}" for topic, _ in asked], [hit for _, hit in asked])
+    return dict(sorted(found.items()))
+
+
 def table(result: dict[str, tuple[int, int]]) -> str:
-    """Return exact match per kind as lines of text, and the total."""
-    lines = [f"{kind:12s} {100 * right / asked:6.1f} %  of {asked}" for kind, (right, asked) in result.items()]
-    right, asked = (sum(pair[i] for pair in result.values()) for i in range(2))
-    return "\n".join([*lines, f"{'all':12s} {100 * right / max(asked, 1):6.1f} %  of {asked}"])
+    """Return exact match per kind and topic as lines of text, and the total of the kinds."""
+    lines = [f"{kind:17s} {100 * right / asked:6.1f} %  of {asked}" for kind, (right, asked) in result.items()]
+    right, asked = (sum(result[kind][i] for kind in result if kind in KINDS) for i in range(2))  # topics are in "yesno"
+    return "\n".join([*lines, f"{'all':17s} {100 * right / max(asked, 1):6.1f} %  of {asked}"])
 
 
 def messages(images: list[Image.Image], question: str) -> list[dict[str, Any]]:
@@ -187,7 +194,8 @@ def main() -> None:
         examples = [held_out_example(number, args.seed, kinds) for number in range(args.num)]
         answers = [model.ask(example.images, example.question) for example in examples]
     right = [is_right(example, answer) for example, answer in zip(examples, answers, strict=True)]
-    result = count([example.kind for example in examples], right)
+    kinds_asked = [example.kind for example in examples]
+    result = count(kinds_asked, right) | count_topics(kinds_asked, [example.question for example in examples], right)
     wrong = [(e, a) for e, a, hit in zip(examples, answers, right, strict=True) if not hit]
     for example, answer in wrong[: args.show_wrong]:
         print(f"{example.kind}: {example.question!r} right {example.answer!r} given {answer!r}")

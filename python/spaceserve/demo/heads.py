@@ -25,11 +25,14 @@ class DenseHeads(nn.Module):
         self.sizes = (NUM_KINDS, len(COLOURS), NUM_ORDINALS, len(COLOURS), MAX_OBJECTS + 1, 1)
         self.norm = nn.LayerNorm(HIDDEN_SIZE)
         self.out = nn.Linear(HIDDEN_SIZE, sum(self.sizes))
+        # Last, and apart, so that the weights of runs without it are a prefix of those with it.
+        self.rank = nn.Linear(HIDDEN_SIZE, NUM_ORDINALS)
 
     def forward(self, features_BMD: Tensor) -> tuple[Tensor, ...]:
         """Return logits of kind, colour and ordinal of the thing centred in a cell, of the background's colour and the
-        number of shapes, and the log of the thing's size, [B, M, n] each."""
-        return self.out(self.norm(features_BMD)).split(self.sizes, dim=-1)
+        number of shapes, the log of the thing's size, and logits of its rank from the top, [B, M, n] each."""
+        normed = self.norm(features_BMD)
+        return (*self.out(normed).split(self.sizes, dim=-1), self.rank(normed))
 
 
 def cell_of(rows_BKF: Tensor, width: int, height: int, grid: tuple[int, int]) -> Tensor:
@@ -42,11 +45,12 @@ def cell_of(rows_BKF: Tensor, width: int, height: int, grid: tuple[int, int]) ->
 def dense_loss(
     heads: DenseHeads, features_BMD: Tensor, cells_BK: Tensor, labels_BKF: Tensor, globals_B2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, and per head the share of right cells [kind where drawn, colour, ordinal, background, number].
+    """Return the loss, and per head the share of right cells [kind where drawn, colour, ordinal, rank, background,
+    number].
 
     `labels_BKF` holds `scenes.LABEL_FIELDS`, with kind 0 in unused rows.
     """
-    kind, colour, ordinal, ground, number, size = (x.float() for x in heads(features_BMD))
+    kind, colour, ordinal, ground, number, size, rank = (x.float() for x in heads(features_BMD))
     batch, cells = kind.shape[:2]
     drawn = labels_BKF[..., 0] > 0
     truth_kind = torch.zeros(batch, cells + 1, dtype=torch.long, device=kind.device)
@@ -62,7 +66,7 @@ def dense_loss(
     at = cells_BK[..., None]
     weight = drawn.float()
     scores = [((kind.argmax(-1) == truth_kind) * is_drawn).sum() / total]
-    for logits, column, factor in ((colour, 1, 1.0), (ordinal, 2, 0.5)):
+    for logits, column, factor in ((colour, 1, 1.0), (ordinal, 2, 0.5), (rank, 4, 0.5)):
         here = logits.gather(1, at.expand(-1, -1, logits.shape[-1]))
         truth = labels_BKF[..., column].long()
         each = F.cross_entropy(here.flatten(0, 1), truth.flatten(), reduction="none").view_as(weight)

@@ -145,7 +145,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(arch.HIDDEN_SIZE, arch.NUM_KV_HEADS * arch.HEAD_DIM)
         self.o_proj = nn.Linear(arch.NUM_HEADS * arch.HEAD_DIM, arch.HIDDEN_SIZE, bias=False)
 
-    def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         batch, length, _ = x_BLD.shape
         query = self.q_proj(x_BLD).view(batch, length, arch.NUM_HEADS, arch.HEAD_DIM).transpose(1, 2)
         key = self.k_proj(x_BLD).view(batch, length, arch.NUM_KV_HEADS, arch.HEAD_DIM).transpose(1, 2)
@@ -154,7 +154,7 @@ class Attention(nn.Module):
         key = key * cos + rotate_half(key) * sin
         repeat = arch.NUM_HEADS // arch.NUM_KV_HEADS
         key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -177,8 +177,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm()
         self.post_attention_layernorm = RMSNorm()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -198,8 +198,18 @@ class DemoModel(nn.Module):
         self.visual = VisionEncoder()
         self.model = Decoder()
 
-    def hidden(self, tokens_BL: Tensor, position_3BL: Tensor, features_ND: Tensor | None, image_id: int) -> Tensor:
-        """Return the final hidden states [B, L, D]; `features_ND` replace the `image_id` tokens in row-major order."""
+    def hidden(
+        self,
+        tokens_BL: Tensor,
+        position_3BL: Tensor,
+        features_ND: Tensor | None,
+        image_id: int,
+        segments_BL: Tensor | None = None,
+    ) -> Tensor:
+        """Return the final hidden states [B, L, D]; `features_ND` replace the `image_id` tokens in row-major order.
+
+        With `segments_BL`, a token sees those before it that are of segment 0 or of its own one.
+        """
         x = self.model.embed_tokens(tokens_BL)
         if features_ND is not None:
             # Counted order instead of a boolean index: no host synchronisation.
@@ -207,8 +217,14 @@ class DemoModel(nn.Module):
             order = (is_image.flatten().cumsum(0) - 1).clamp_(min=0).view_as(tokens_BL)
             x = torch.where(is_image[..., None], features_ND[order.clamp_(max=features_ND.shape[0] - 1)], x)
         cos, sin = text_rope(position_3BL, x.dtype)
+        mask = None
+        if segments_BL is not None:
+            key = segments_BL[:, None, None, :]
+            length = tokens_BL.shape[1]
+            causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            mask = causal & ((key == 0) | (key == segments_BL[:, None, :, None]))
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

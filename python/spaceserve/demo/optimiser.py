@@ -53,10 +53,10 @@ class FlatAdamW:
             self.trained[part] = float(name.startswith(prefixes))
 
     def load(self, master: Tensor) -> None:
-        """Replace all weights by a flat float32 vector in the order of `named_parameters`."""
-        self.master.copy_(master)
-        self.ema.copy_(master)
-        self.work.copy_(master)
+        """Replace the weights by a flat float32 vector in the order of `named_parameters`; if it is shorter, the first
+        of them."""
+        for weights in (self.master, self.ema, self.work):
+            weights[: len(master)].copy_(master)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Tensor:

@@ -25,6 +25,8 @@ KINDS = (
     "describe",
 )
 ORDINALS = ("first", "second", "third")
+RELATIONS = ("left of", "right of", "above", "below", "larger than", "smaller than")
+YESNO_TOPICS = ("there", "colour", "background", "relation", "character")
 
 _COLOUR = (
     "What colour is the {}?",
@@ -209,10 +211,21 @@ def ask_text(rng: random.Random, scene: Scene) -> Turn | None:
 
 def ask_yesno(rng: random.Random, scene: Scene) -> Turn | None:
     for _ in range(4):
-        turn = rng.choice((_is_there, _is_there, _is_coloured, _is_background, _is_text, _is_relation))(rng, scene)
+        turn = rng.choice((_is_there, _is_there, _is_coloured, _is_background, ask_character, ask_relation))(rng, scene)
         if turn is not None:
             return turn
     return _is_background(rng, scene)
+
+
+def yesno_topic(question: str) -> str:
+    """Return what a yes/no question is about, of YESNO_TOPICS."""
+    if "background" in question:
+        return "background"
+    if any(f" {word} the " in question for word in RELATIONS):
+        return "relation"
+    if not question.startswith(("Is the ", "Is this the ")):
+        return "there"
+    return "character" if question[-2] in DIGITS + LETTERS else "colour"
 
 
 def _yes(question: str, truth: bool) -> Turn:
@@ -264,7 +277,8 @@ def _is_background(rng: random.Random, scene: Scene) -> Turn:
     return _yes(wording.format(asked).replace(" a o", " an o"), asked == scene.background)
 
 
-def _is_text(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_character(rng: random.Random, scene: Scene) -> Turn | None:
+    """Ask whether the scene's digit or letter is a certain one."""
     if not scene.text or len(scene.text) > 1:
         return None
     kind = _text_kind(scene)
@@ -272,7 +286,8 @@ def _is_text(rng: random.Random, scene: Scene) -> Turn | None:
     return _yes(rng.choice(("Is the {} {}?", "Is this the {} {}?")).format(kind, asked), asked == scene.text)
 
 
-def _is_relation(rng: random.Random, scene: Scene) -> Turn | None:
+def ask_relation(rng: random.Random, scene: Scene, words: tuple[str, ...] = RELATIONS) -> Turn | None:
+    """Ask whether one of some relations holds between two shapes that differ enough in it."""
     pair = _pair(rng, scene)
     if pair is None:
         return None
@@ -285,6 +300,7 @@ def _is_relation(rng: random.Random, scene: Scene) -> Turn | None:
         relations += [("left of", second.cx - first.cx), ("right of", first.cx - second.cx)]
     if abs(first.cy - second.cy) > gap * scene.height:
         relations += [("above", second.cy - first.cy), ("below", first.cy - second.cy)]
+    relations = [(word, sign) for word, sign in relations if word in words]
     if not relations:
         return None
     relation, sign = rng.choice(relations)
@@ -382,6 +398,7 @@ class Dialogue:
     turns: list[Turn]
     system: str = ""
     text_first: bool = False
+    independent: bool = False  # in training: every turn sees the pictures, and no turn sees another one
     kind: str = field(default="")  # of the first turn
 
 
@@ -450,7 +467,7 @@ def decorate(rng: random.Random, dialogue: Dialogue) -> None:
     """Vary, in place, what stands around the question: a system message, the order of text and pictures."""
     if rng.random() < 0.15:
         dialogue.system = rng.choice(_SYSTEM)
-    dialogue.text_first = rng.random() < 0.2
+    dialogue.text_first = rng.random() < 0.2 and not dialogue.independent
 
 
 def greeting(rng: random.Random) -> Turn:

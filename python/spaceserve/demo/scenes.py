@@ -37,8 +37,9 @@ MIN_CONTRAST = 85.0  # Euclidean distance in RGB between whatever is drawn and t
 
 # One drawn thing, as a row of numbers: see `render`.
 ROW_FIELDS = ("index", "cx", "cy", "half_x", "half_y", "rotation", "shear", "weight", "red", "green", "blue")
-# What the dense labels of training know about it.
-LABEL_FIELDS = ("kind", "colour", "ordinal", "log_size")
+# What the dense labels of training know about it: "ordinal" and "rank" are
+# its place from the left and from the top among the shapes, and its size.
+LABEL_FIELDS = ("kind", "colour", "ordinal", "log_size", "rank")
 
 
 @lru_cache(maxsize=1)
@@ -135,8 +136,10 @@ def _free_place(rng: random.Random, scene: Scene, radius: float) -> tuple[float,
     return None
 
 
-def shapes_scene(rng: random.Random, width: int, height: int, num_shapes: int | None = None) -> Scene:
-    """Return a scene of 0 to MAX_OBJECTS shapes that do not touch."""
+def shapes_scene(
+    rng: random.Random, width: int, height: int, num_shapes: int | None = None, outlines: tuple[str, ...] = ()
+) -> Scene:
+    """Return a scene of 0 to MAX_OBJECTS shapes that do not touch, of the given outlines where there are any."""
     scene = _empty(rng, width, height)
     if num_shapes is None:
         num_shapes = rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 5, 6))
@@ -146,13 +149,13 @@ def shapes_scene(rng: random.Random, width: int, height: int, num_shapes: int | 
     area = width * height
     low = max(9.0, 0.06 * min(width, height))
     high = min(0.42 * math.sqrt(area / max(num_shapes, 2)), 0.4 * min(width, height))
-    for _ in range(num_shapes):
+    for number in range(num_shapes):
         radius = low * (max(high, low * 1.2) / low) ** rng.random()
         place = _free_place(rng, scene, radius)
         if place is None:
             continue
         colour, shade = _contrasting(rng, scene, colours)
-        shape = rng.choice(shapes)
+        shape = outlines[number] if outlines else rng.choice(shapes)
         _add_shape(rng, scene, shape, Shape(shape, colour, *place), shade)
     _finish(scene)
     return scene
@@ -195,12 +198,12 @@ def text_scene(rng: random.Random, width: int, height: int, kind: str, fonts: tu
         place = (cx + along * math.cos(tilt), cy + along * math.sin(tilt))
         scene.rows.append((glyph_index(font, char), *place, half * stretch, half, tilt, shear, weight, *shade))
         glyph_labels.append(
-            (1 + len(SHAPES) + CHARS.index(char), COLOURS.index(scene.text_colour), i, math.log(cap / 40))
+            (1 + len(SHAPES) + CHARS.index(char), COLOURS.index(scene.text_colour), i, math.log(cap / 40), 0)
         )
     if rng.random() < 0.35:
         _add_beside_text(rng, scene, cy, 0.7 * cap)
     shape_rows = scene.rows[len(text) :]
-    scene.labels = glyph_labels + [_shape_label(s, 0) for s in scene.shapes[: len(shape_rows)]]
+    scene.labels = glyph_labels + [_shape_label(s, 0, 0) for s in scene.shapes[: len(shape_rows)]]
     return scene
 
 
@@ -221,8 +224,8 @@ def _add_beside_text(rng: random.Random, scene: Scene, text_y: float, half_heigh
     _add_shape(rng, scene, shape, place, shade)
 
 
-def _shape_label(shape: Shape, ordinal: int) -> tuple[float, ...]:
-    return 1 + SHAPES.index(shape.shape), COLOURS.index(shape.colour), ordinal, math.log(shape.radius / 40)
+def _shape_label(shape: Shape, ordinal: int, rank: int) -> tuple[float, ...]:
+    return 1 + SHAPES.index(shape.shape), COLOURS.index(shape.colour), ordinal, math.log(shape.radius / 40), rank
 
 
 def _finish(scene: Scene) -> None:
@@ -230,4 +233,5 @@ def _finish(scene: Scene) -> None:
     order = sorted(range(len(scene.shapes)), key=lambda i: scene.shapes[i].cx)
     scene.rows = [scene.rows[i] for i in order]
     scene.shapes = [scene.shapes[i] for i in order]
-    scene.labels = [_shape_label(s, i) for i, s in enumerate(scene.shapes)]
+    heights = sorted(shape.cy for shape in scene.shapes)
+    scene.labels = [_shape_label(s, i, heights.index(s.cy)) for i, s in enumerate(scene.shapes)]

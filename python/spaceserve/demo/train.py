@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -33,11 +32,13 @@ from spaceserve.demo.architecture import CELL_SIZE, processed_size, save_configs
 from spaceserve.demo.data import Batch, training_batch, worker
 from spaceserve.demo.eval import evaluate_transformers, table
 from spaceserve.demo.heads import DenseHeads, cell_of, dense_loss
+from spaceserve.demo.lessons import Plan
 from spaceserve.demo.model import DemoModel, checkpoint_tensors, initialise
 from spaceserve.demo.optimiser import FlatAdamW
 from spaceserve.demo.pixels import on_device, patches_of, pin
-from spaceserve.demo.questions import KINDS
 from spaceserve.demo.tokenizer import special_id
+
+VALIDATION_SEED = 3
 
 
 class Trainee(nn.Module):
@@ -54,17 +55,18 @@ class Trainee(nn.Module):
 class BatchSource:
     """Training batches from worker processes, or made on the spot without any."""
 
-    def __init__(self, num_workers: int, seed: int, budget: int, make: Callable[[random.Random, int], Batch]) -> None:
+    def __init__(self, num_workers: int, seed: int, budget: int, plan: Plan) -> None:
         self._rng = random.Random(f"train-{seed}")
-        self._budget, self._make = budget, make
+        self._budget, self.plan = budget, plan
         self._ready: Queue[Batch] = Queue(maxsize=16)
         self._processes: list[Any] = []
         self.pin = False  # set once CUDA may be used
         if num_workers:
             context = multiprocessing.get_context("fork")  # before the first use of CUDA
-            shared = context.Queue(maxsize=4 * num_workers)
+            shared = context.Queue(maxsize=2 * num_workers)
             for number in range(num_workers):
-                process = context.Process(target=worker, args=(shared, f"train-{seed}-{number}", budget), daemon=True)
+                arguments = (shared, f"train-{seed}-{number}", budget, plan)
+                process = context.Process(target=worker, args=arguments, daemon=True)
                 process.start()
                 self._processes.append(process)
             threading.Thread(target=self._unpack, args=(shared,), daemon=True).start()
@@ -78,7 +80,7 @@ class BatchSource:
 
     def next(self) -> Batch:
         if not self._processes:
-            return self._make(self._rng, self._budget)
+            return training_batch(self._rng, self._budget, self.plan.now())
         return self._ready.get(timeout=120)
 
     def close(self) -> None:
@@ -107,6 +109,7 @@ class Training:
             "seed": args.seed,
             "time_budget_s": args.time_budget_s,
             "resumed": bool(args.resume),
+            "lessons": [args.lessons, args.last_lessons],
             "pictures": 0,
             "answer_tokens": 0,
             "evaluations": [],
@@ -155,11 +158,12 @@ class Training:
         positions = on_device(batch.positions, self.device)
         index = on_device(batch.target_index, self.device)
         targets = on_device(batch.targets, self.device)
-        hidden = model.hidden(tokens, positions, flat, special_id("<|image_pad|>"))
+        segments = None if batch.segments is None else on_device(batch.segments, self.device)
+        hidden = model.hidden(tokens, positions, flat, special_id("<|image_pad|>"), segments)
         logits = model.logits(hidden.flatten(0, 1)[index]).float()
         loss = F.cross_entropy(logits, targets)
         token_score = (logits.detach().argmax(-1) == targets).float().mean()
-        total, scores = loss, torch.zeros(5, device=self.device)
+        total, scores = loss, torch.zeros(6, device=self.device)
         if features is not None and dense_weight > 0:
             counts = []
             for pictures in batch.pictures:
@@ -186,6 +190,8 @@ class Training:
             progress = (now - began) / (until_s - began)
             rate = peak_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
             rate *= min(1.0, (step + 1) / 300)
+            if joint:
+                self.source.plan.progress.value = progress
             before = time.monotonic()
             batch = self.source.next()
             waited_s += time.monotonic() - before
@@ -211,19 +217,21 @@ class Training:
     ) -> None:
         lengths = {len(values) for values in recent}
         rows = torch.tensor([[float(v) for v in values] for values in recent if len(values) == max(lengths)])
-        loss, kind, colour, ordinal, ground, number, *rest = rows.mean(0).tolist()
+        loss, kind, colour, ordinal, rank, ground, number, *rest = rows.mean(0).tolist()
         tokens = f" tokens {100 * rest[0]:.1f} %" if len(rest) > 1 else ""
         self.log(
             f"{name} {step}: loss {loss:.3f}{tokens}; cells: kind {100 * kind:.1f} colour {100 * colour:.1f} ordinal "
-            f"{100 * ordinal:.1f} ground {100 * ground:.1f} number {100 * number:.1f}; norm {rest[-1]:.2f} rate "
-            f"{rate:.1e}; {1000 * elapsed_s / max(step, 1):.1f} ms a step, {100 * waited_s / max(elapsed_s, 1e-9):.0f} "
-            f"% waiting for data; {self.report['pictures']} pictures"
+            f"{100 * ordinal:.1f} rank {100 * rank:.1f} ground {100 * ground:.1f} number {100 * number:.1f}; norm "
+            f"{rest[-1]:.2f} rate {rate:.1e}; {1000 * elapsed_s / max(step, 1):.1f} ms a step, "
+            f"{100 * waited_s / max(elapsed_s, 1e-9):.0f} % waiting for data; {self.report['pictures']} pictures"
         )
 
     def evaluate(self, name: str, per_kind: int) -> dict[str, tuple[int, int]]:
         """Log and keep exact match per kind of the averaged weights on held-out renders."""
         self.shadow.load_state_dict(self.optimiser.averaged("demo."))
-        result = exact_match(self.shadow, held_out_set(per_kind, seed=1, kinds=KINDS), self.device)
+        batches = held_out_set(per_kind, VALIDATION_SEED)
+        batches += held_out_set(3 * per_kind, VALIDATION_SEED + 1, ("yesno",), num_sizes=15)
+        result = exact_match(self.shadow, batches, self.device)
         self.log(f"exact match, {name}\n{table(result)}")
         self.report["evaluations"].append({"name": name, "at_s": round(self.seconds(), 1), "exact_match": result})
         return result
@@ -251,7 +259,9 @@ class Training:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
             self.write_checkpoint(folder)
-            result = evaluate_transformers(folder, num, str(self.device), stop=lambda: self.seconds() > until_s)
+            result = evaluate_transformers(
+                folder, num, str(self.device), VALIDATION_SEED, stop=lambda: self.seconds() > until_s
+            )
         self.log(f"exact match through transformers, bfloat16\n{table(result)}")
         self.report["evaluations"].append({"name": "transformers", "exact_match": result})
 
@@ -266,6 +276,8 @@ def main() -> None:
     parser.add_argument(
         "--vision-share", type=float, help="share of the time for the encoder alone (default 0.22, or 0)"
     )
+    parser.add_argument("--lessons", type=float, default=0.0, help="share of lessons (see lessons.py), such as 0.5")
+    parser.add_argument("--last-lessons", type=float, default=0.15, help="their share in the last third")
     parser.add_argument("--vision-rate", type=float, default=2e-3)
     parser.add_argument("--joint-rate", type=float, help="peak learning rate (default 1.5e-3, resumed 1e-3)")
     parser.add_argument("--patch-budget", type=int, default=140_000, help="cost of a batch, in patches")
@@ -275,7 +287,8 @@ def main() -> None:
     parser.add_argument("--verify", type=int, default=600, help="questions asked through transformers at the end")
     parser.add_argument("--log-every", type=int, default=250)
     args = parser.parse_args()
-    source = BatchSource(args.workers, args.seed, args.patch_budget, training_batch)
+    plan = Plan(args.lessons, args.last_lessons if args.lessons else 0.0)
+    source = BatchSource(args.workers, args.seed, args.patch_budget, plan)
     training = Training(args, source)
     until_s = args.time_budget_s - args.reserve_s
     vision_share = args.vision_share if args.vision_share is not None else 0.0 if args.resume else 0.22
