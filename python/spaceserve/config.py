@@ -70,6 +70,12 @@ class SpaceServeConfig:
         "SMs of the encoder worker: 'sis' (chosen for every batch), 'static:N' (N SMs), 'off' (no mask), or 'auto' "
         "('sis' on a GPU with MPS, 'off' elsewhere).",
     )
+    prefill_beside_decode: str = _setting(
+        "auto",
+        "Run prefill on a stream and SMs of its own while decode goes on: 'on', 'off' (SGLang's turns), or 'auto' (on "
+        "where model and attention backend allow it).",
+        choices=ENCODER_WORKER_MODES,
+    )
     tpot_target_ms: float | None = _setting(
         None,
         "Give the encoder the most SMs that keep the time per output token under this; default: least total time.",

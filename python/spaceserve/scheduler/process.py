@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from spaceserve.scheduler.feature_view import FeatureView
 from spaceserve.scheduler.gate import EncoderGate
 from spaceserve.scheduler.link import EncoderLink
 from spaceserve.scheduler.publisher import DecodePublisher
+from spaceserve.scheduler.side_lanes import lanes_for
+from spaceserve.scheduler.side_prefill import SidePrefill, side_prefill_hooks
 
 # While everything waits for the encoder, the scheduler sleeps up to this long instead of spinning.
 IDLE_POLL_MS = 5
@@ -52,7 +55,9 @@ def decoder_only_hooks(family: Family) -> list[Hook]:
     ]
 
 
-def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher | None, *, on_gpu: bool) -> list[Hook]:
+def gate_hooks(
+    gate: EncoderGate, view: FeatureView, side: SidePrefill, publisher: DecodePublisher | None, *, on_gpu: bool
+) -> list[Hook]:
     """The hooks that hold requests back until their features are ready, and hand these to the prefill."""
 
     def use_view(result: None, max_size: int = 0) -> None:
@@ -77,6 +82,10 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
     def admit(
         original: Callable[..., Any], scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
     ) -> Any:
+        if side.in_flight:  # one prefill at a time: this pass is for decode
+            if publisher is not None:
+                publisher.publish(scheduler, side.num_tokens)
+            return None, running_batch
         # SGLang moves requests whose grammar is ready into the queue at the start of its pass, past the gate: do it
         # before, and let the pass find none.
         if scheduler.grammar_manager.has_waiting_grammars():
@@ -99,7 +108,7 @@ def gate_hooks(gate: EncoderGate, view: FeatureView, publisher: DecodePublisher 
                 scheduler.waiting_queue = sorted(left + held, key=lambda req: order.get(id(req), len(order)))
             gate.after_pass(candidates, scheduler.waiting_queue)
             if publisher is not None:
-                publisher.publish(scheduler)
+                publisher.publish(scheduler, 0 if batch is None else batch.extend_num_tokens)
         if held and batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
             gate.wait_a_little(IDLE_POLL_MS)
         return batch, running_batch
@@ -272,7 +281,11 @@ def run_scheduler_process(
     publisher = DecodePublisher(channels.state_board(dp_rank or 0)) if is_entry_rank else None
     logging.getLogger("sglang.srt.managers.scheduler_components.metrics_reporter").addFilter(GateInLogLine(gate))
     on_gpu = server_args.device == "cuda"
-    install(decoder_only_hooks(family) + gate_hooks(gate, view, publisher, on_gpu=on_gpu))
+    side = SidePrefill()
+    hooks = decoder_only_hooks(family) + gate_hooks(gate, view, side, publisher, on_gpu=on_gpu)
+    if config.prefill_beside_decode != "off":
+        hooks += side_prefill_hooks(side, partial(lanes_for, config), config.prefill_beside_decode)
+    install(hooks)
     if link is not None:
         link.wait_for_worker()
     original(

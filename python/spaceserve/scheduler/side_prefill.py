@@ -1,0 +1,309 @@
+"""Prefill beside decode: the scheduler's loop with the prefill on a stream, and SMs, of its own.
+
+SGLang runs prefill and decode in turns, so that an image's prefill (130 ms of an H200 for 2048x2048 on a 7B model)
+stops every running answer. Here at most one prefill batch is in flight on a side stream while decode steps go on on
+SGLang's forward stream; when the device has finished it, its results are processed and its requests join the running
+batch. SGLang's scheduling, batches, result processing and CUDA graphs are used as they are.
+
+What keeps the two apart:
+
+- The KV cache. Slots are given out and taken back by the host, in program order, while the device is behind. A slot
+  freed by decode may still be written by the decode step in flight: the side stream waits for the forward stream when
+  a prefill is launched. Slots of the prefill in flight are freed only once it is finished: until then its requests are
+  in no batch that decodes, its chunked request is hidden from SGLang's pass (which would file, or release, its
+  tokens), and an abort only marks it.
+- Rows of the request table and of the relay of sampled tokens: each request has its own.
+- Scratch memory. PyTorch's allocator keeps blocks per stream, the decode graphs have a pool of their own. Attention
+  back ends with one workspace for all calls cannot run twice at once: see `obstacle`.
+
+On the CPU, where nothing is asynchronous, a launch runs the prefill at once and the next pass takes its results: the
+same loop, which the tests run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from spaceserve.hooks import Hook
+
+logger = logging.getLogger(__name__)
+
+# Back ends without state that a prefill and a decode step in flight would share.
+CONCURRENT_ATTENTION_BACKENDS = ("fa3",)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A stream for prefills, and how many SMs its kernels may use."""
+
+    stream: Any
+    num_sms: int
+
+
+class LaneChooser(Protocol):
+    """Says where a prefill batch runs; `side_lanes.PrefillLanes` is the one with SM groups."""
+
+    def choose(self, scheduler: Any, batch: Any) -> Lane: ...
+
+
+@dataclass
+class _Flight:
+    batch: Any
+    result: Any
+    done: Any  # torch.cuda.Event; None on the CPU
+    num_tokens: int
+    keep_alive: Any
+
+
+def obstacle(scheduler: Any) -> str | None:
+    """Why this scheduler must take turns, None where prefill may run beside decode."""
+    args = scheduler.server_args
+    if args.tp_size > 1 or args.pp_size > 1 or args.dp_size > 1:
+        # Ranks would have to agree when a prefill is finished, and their collectives would meet in two orders.
+        return "several ranks"
+    if not scheduler.is_generation:
+        return "the model does not generate"
+    if not scheduler.spec_algorithm.is_none():
+        return "speculative decoding"
+    if scheduler.is_mixed_chunk:
+        return "--enable-mixed-chunk"
+    if args.enable_lora:
+        return "LoRA"
+    if scheduler.enable_hierarchical_cache or scheduler.enable_priority_preemption or scheduler.is_hybrid_swa:
+        return "hierarchical cache, priority preemption or sliding windows"
+    if args.device == "cpu":
+        return None
+    if not scheduler.enable_overlap:
+        return "--disable-overlap-schedule"
+    shared = sorted({str(name) for name in args.get_attention_backends()} - set(CONCURRENT_ATTENTION_BACKENDS))
+    if shared:
+        return f"attention backend {', '.join(shared)}, whose workspace serves one batch at a time"
+    return None
+
+
+class SidePrefill:
+    """The loop, and the prefill in flight. `attach` before `run`; one thread."""
+
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+        self._lanes: LaneChooser | None = None
+        self._copy_stream: Any = None
+        self._flight: _Flight | None = None
+
+    def attach(self, scheduler: Any, lanes: LaneChooser | None) -> None:
+        """Take over `scheduler`'s loop. `lanes` is None on the CPU, where a prefill has no stream."""
+        self._scheduler = scheduler
+        self._lanes = lanes
+        if lanes is not None:
+            self._copy_stream = torch.cuda.Stream()
+
+    @property
+    def in_flight(self) -> bool:
+        """A prefill has been launched and its results were not processed yet."""
+        return self._flight is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prefill in flight."""
+        return 0 if self._flight is None else self._flight.num_tokens
+
+    def run(self) -> None:
+        """SGLang's event loop, until the scheduler exits."""
+        from sglang.srt.utils import DynamicGradMode
+
+        scheduler = self._scheduler
+        scheduler.result_queue = deque()
+        with DynamicGradMode():
+            while not scheduler.gracefully_exit:
+                self._pass()
+
+    def _pass(self) -> None:
+        scheduler = self._scheduler
+        requests = scheduler.request_receiver.recv_requests()
+        if self.in_flight and any(not self._is_ordinary(request) for request in requests):
+            self._finish(wait=True)  # a weight update, a pause: they know nothing of a prefill on the side
+        scheduler.process_input_requests(requests)
+        if scheduler._engine_paused:
+            return
+        if self._flight is not None and (self._flight.done is None or self._flight.done.query()):
+            self._finish(wait=False)
+        if self.in_flight and not scheduler.running_batch.is_empty() and not scheduler.running_batch.check_decode_mem():
+            self._finish(wait=True)  # so that SGLang may choose among all requests which to retract
+        batch = self._next_batch()
+        if batch is not None and batch.forward_mode.is_extend():
+            self._launch(batch)
+            batch = self._next_batch()
+        scheduler.cur_batch_for_debug = batch
+        self._decode(batch)
+
+    @staticmethod
+    def _is_ordinary(request: Any) -> bool:
+        """Whether the scheduler only queues, marks or notes for this message."""
+        from sglang.srt.managers import io_struct
+
+        if type(request).__module__.startswith("spaceserve."):
+            return True
+        return isinstance(
+            request,
+            (io_struct.TokenizedGenerateReqInput, io_struct.BatchTokenizedGenerateReqInput, io_struct.AbortReq),
+        )
+
+    def _next_batch(self) -> Any:
+        """SGLang's scheduling pass; while a prefill is in flight it finds decode only."""
+        scheduler = self._scheduler
+        chunked = scheduler.chunked_req
+        hide = self.in_flight and chunked is not None
+        if hide:
+            scheduler.chunked_req = None
+        try:
+            plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=None)
+        finally:
+            if hide:
+                scheduler.chunked_req = chunked
+        scheduler.running_batch = plan.running_batch
+        return plan.batch_to_run
+
+    def _decode(self, batch: Any) -> None:
+        """Launch a decode step and process the one before it (the same step where SGLang does not overlap)."""
+        scheduler = self._scheduler
+        last_batch, scheduler.last_batch = scheduler.last_batch, batch
+        result = None
+        if batch is not None:
+            result = scheduler.run_batch(batch)
+            if not scheduler.enable_overlap:
+                scheduler.process_batch_result(batch, result)
+                return
+            scheduler._apply_war_barrier()
+            scheduler.result_queue.append((batch.copy(), result))
+        if scheduler.enable_overlap and last_batch is not None:
+            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        elif batch is None and not self.in_flight:
+            scheduler.on_idle()
+        if scheduler.enable_overlap:
+            scheduler.launch_batch_sample_if_needed(result, batch)
+
+    def _launch(self, batch: Any) -> None:
+        scheduler = self._scheduler
+        assert self._flight is None
+        num_tokens = batch.extend_num_tokens
+        if self._lanes is None:
+            self._flight = _Flight(batch, scheduler.run_batch(batch), None, num_tokens, None)
+            return
+        lane = self._lanes.choose(scheduler, batch)
+        # A slot of this batch may have been freed by a request whose last decode step still runs.
+        lane.stream.wait_stream(scheduler.forward_stream)
+        keep_alive: list[Any] = [None, None]
+        with self._on(lane, keep_alive):
+            result = scheduler.run_batch(batch)
+            scheduler.launch_batch_sample_if_needed(result, batch)
+        self._copy_stream.wait_stream(lane.stream)
+        done = torch.cuda.Event()
+        done.record(self._copy_stream)
+        self._flight = _Flight(batch, result, done, num_tokens, keep_alive)
+
+    @contextmanager
+    def _on(self, lane: Lane, keep_alive: list[Any]) -> Iterator[None]:
+        """SGLang's `run_batch` takes its streams, and the list that keeps tensors in use alive, from the scheduler."""
+        scheduler = self._scheduler
+        ours = {
+            "forward_stream": lane.stream,
+            "forward_stream_ctx": torch.cuda.stream(lane.stream),
+            "copy_stream": self._copy_stream,
+            "copy_stream_ctx": torch.cuda.stream(self._copy_stream),
+            "batch_record_buf": keep_alive,
+            "batch_record_ct": 0,
+        }
+        theirs = {name: getattr(scheduler, name) for name in ours}
+        for name, value in ours.items():
+            setattr(scheduler, name, value)
+        try:
+            yield
+        finally:
+            for name, value in theirs.items():
+                setattr(scheduler, name, value)
+
+    def _finish(self, *, wait: bool) -> None:
+        """Process the results of the prefill in flight and let its requests decode."""
+        flight = self._flight
+        assert flight is not None
+        if wait and flight.done is not None:
+            flight.done.synchronize()
+        self._flight = None
+        scheduler = self._scheduler
+        scheduler.process_batch_result(flight.batch, flight.result)
+        batch, running = flight.batch, scheduler.running_batch
+        chunked = [req for req in (scheduler.chunked_req, batch.chunked_req) if req is not None]
+        size = batch.batch_size()
+        batch.filter_batch(chunked_req_to_exclude=chunked)
+        if batch.batch_size() < size:
+            running.batch_is_full = False
+        if batch.is_empty():
+            return
+        if running.is_empty():
+            scheduler.running_batch = batch
+        else:
+            running.merge_batch(batch)
+
+    def mark_aborted(self, rid: str, abort_all: bool) -> None:
+        """Let the requests of the prefill in flight that an abort means end with it, as SGLang does for its own."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        for req in self._flight.batch.reqs if self._flight is not None else ():
+            if not req.finished() and (abort_all or req.rid.startswith(rid)):
+                req.to_finish = FINISH_ABORT()
+
+
+def side_prefill_hooks(side: SidePrefill, lanes_for: Any, mode: str) -> list[Hook]:
+    """The hooks that run `side`'s loop in place of SGLang's.
+
+    Args:
+        lanes_for: makes the lanes for a scheduler, once it has its model and memory.
+        mode: --prefill-beside-decode: 'on' fails where it cannot be, 'auto' says why and takes turns.
+    """
+
+    def loop(original: Any, scheduler: Any) -> None:
+        reason = obstacle(scheduler)
+        if reason is not None:
+            if mode == "on":
+                raise ValueError(f"--prefill-beside-decode on: not with {reason}")
+            logger.info("Prefill and decode take turns: %s", reason)
+            original(scheduler)
+            return
+        side.attach(scheduler, lanes_for(scheduler))
+        side.run()
+
+    def also_abort(result: None, scheduler: Any, recv_req: Any) -> None:
+        side.mark_aborted(recv_req.rid, recv_req.abort_all)
+
+    def idle(result: bool, scheduler: Any, for_health_check: bool = False) -> bool:
+        return result and not side.in_flight
+
+    scheduler_class = "sglang.srt.managers.scheduler.Scheduler"
+    hooks = [
+        Hook(target=f"{scheduler_class}.{name}", function=loop, kind="around", why="prefill runs beside decode")
+        for name in ("event_loop_overlap", "event_loop_normal")
+    ]
+    return [
+        *hooks,
+        Hook(
+            target=f"{scheduler_class}.abort_request",
+            function=also_abort,
+            kind="after",
+            why="an abort reaches the prefill in flight",
+            parameters=("recv_req",),
+        ),
+        Hook(
+            target=f"{scheduler_class}.is_fully_idle",
+            function=idle,
+            kind="after",
+            why="a prefill in flight is work",
+            parameters=("for_health_check",),
+        ),
+    ]
