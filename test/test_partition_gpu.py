@@ -1,7 +1,9 @@
-"""Green contexts on a real GPU, in one process, where %smid is the physical SM.
+r"""Green contexts on a real GPU, in one process, where %smid is the physical SM.
 
 Small and quick, so that it also runs under compute-sanitizer:
-    compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -m gpu test/test_partition_gpu.py
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+        python3 -m pytest -q -m gpu test/test_partition_gpu.py
+API errors are left out: torch probes for driver entry points that may be absent, and our own calls check their results.
 The figures are in benchmark/gpu_partition.py.
 """
 

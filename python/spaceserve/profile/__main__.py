@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import logging
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -22,7 +25,7 @@ from spaceserve.sis.shapes import ModelShape, shape_from_model_path
 from . import contention, sweep, validate
 from .kernels import Kernels, choose_kernels
 from .plot import plot_curves
-from .timing import CpuTimer, CudaTimer, Timer
+from .timing import CpuTimer, CudaTimer, Timer, first_line
 from .workloads import Workloads
 
 logger = logging.getLogger("spaceserve.profile")
@@ -41,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="auto", help="partition back end (see spaceserve.partition)")
     parser.add_argument("--total-units", type=int, help="cores to split (cpu) or units (simulated)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rungs: under a minute on an H200")
+    parser.add_argument("--rungs", type=int, help="profile at most so many sizes of the encoder's group (9, quick 7)")
     parser.add_argument("--no-contention", action="store_true", help="do not measure one side beside the other")
     parser.add_argument("--no-graphs", action="store_true", help="launch from Python, not from CUDA graphs")
     parser.add_argument("--validate", action="store_true", help="measure whole forwards of sizes that were left out")
@@ -77,63 +81,97 @@ def _driver_version() -> str | None:
     return next((w for w in words if w.count(".") >= 1 and w.replace(".", "").isdigit()), None)
 
 
+class Parts:
+    """Runs the parts of a profile: says how long each took, and goes on where one after the first fails."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def part(self, name: str, *, may_fail: bool = True) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            if not may_fail:
+                raise
+            logger.exception("%s failed", name)
+            self.failures[name] = f"{type(error).__name__}: {first_line(error)}"
+        now = time.perf_counter()
+        outcome = f"FAILED ({self.failures[name]})" if name in self.failures else "done"
+        tqdm.write(f"[{now - self._started:6.1f} s] {name}: {outcome} in {now - started:.1f} s", file=sys.stdout)
+        sys.stdout.flush()
+
+
+def _pair_rungs(partitioner: Partitioner, rungs: Sequence[int]) -> list[int]:
+    """The rungs on which one side is measured beside the other: factors are smooth, five will do."""
+    usable = [n for n in rungs if n == rungs[-1] or partitioner.complement(partitioner.group(n)) is not None]
+    if len(usable) <= 5:
+        return usable
+    return sorted({usable[round(i * (len(usable) - 1) / 4)] for i in range(5)})
+
+
 def profile(
     shape: ModelShape,
     partitioner: Partitioner,
     device: torch.device,
     *,
     quick: bool = False,
+    num_rungs: int | None = None,
     with_contention: bool = True,
     with_validation: bool = False,
     use_graphs: bool = True,
     show_progress: bool = True,
+    save: Callable[[DeviceCurves], None] | None = None,
+    save_operators: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> DeviceCurves:
-    """Measured curves of `shape` on `device`. Raises ValueError where no group ran every operator."""
+    """Measured curves of `shape` on `device`; ValueError where no group ran every operator.
+
+    What fails after the operators (contention, sharing, validation) is logged, named in `validation["failed_parts"]`
+    and left out. `save` is called with what there is after every part, so that an interrupted profile leaves it, and
+    `save_operators` with the raw times where no curves can be made of them.
+    """
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32  # bf16 products are emulated on most CPUs
     grid = (sweep.QUICK if quick else sweep.FULL) if on_gpu else (sweep.CPU_QUICK if quick else sweep.CPU_FULL)
     kernels = choose_kernels(device, dtype)
     work = Workloads(shape, device, dtype, kernels)
-    rungs = sweep.pick_rungs(partitioner, grid.num_encoder_rungs)
-    groups = sweep.Groups.of(partitioner, rungs)
+    rungs = sweep.pick_rungs(partitioner, num_rungs or grid.num_encoder_rungs)
+    small_units = [n for n in sweep.SMALL_DECODE_UNITS if n in partitioner.rungs] if on_gpu else []
+    groups = sweep.Groups.of(partitioner, rungs, small_units)
     operators = sweep.operators_of(shape, work, grid)
     timer: Timer = CudaTimer(use_graphs) if on_gpu else CpuTimer()
     graph_ratio: float | None = None
     if isinstance(timer, CudaTimer) and timer.use_graphs:
         smallest = next(iter(groups.encoder.values()))
         graph_ratio = timer.check_graphs(work.gemm(shape.encoder.gemms()[1], 4096), smallest)
-    # Beside the other side every second rung will do in the quick mode: factors are smooth.
-    pair_rungs = [n for n in rungs if n == rungs[-1] or partitioner.complement(partitioner.group(n)) is not None]
-    if quick and len(pair_rungs) > 4:
-        pair_rungs = [*pair_rungs[:-1:2], pair_rungs[-1]]
+    pair_rungs = _pair_rungs(partitioner, rungs)
     held_out = validate.GPU_HELD_OUT if on_gpu else validate.CPU_HELD_OUT
+    held_out_groups = validate.pick_groups(partitioner, rungs, held_out.num_units, partitioner.min_complement)
     total = sweep.count_points(operators, groups)
-    total += contention.count_pairs(partitioner, pair_rungs) if with_contention else 0
-    total += validate.count_comparisons(groups, held_out) if with_validation else 0
+    if with_contention:
+        total += contention.count_pairs(partitioner, pair_rungs)
+        total += contention.count_sharing(partitioner, small_units) if small_units else 0
+    total += validate.count_comparisons(held_out_groups, held_out) if with_validation else 0
 
+    parts = Parts()
     with tqdm(total=total, unit="point", disable=not show_progress) as bar:
         tables, failed = {}, set()
-        for op in operators:
-            bar.set_description(f"{op.phase} {op.name}")
-            table, bad = sweep.measure_operator(op, groups, timer, grid.budget_ms, bar.update)
-            tables[(op.phase, op.name)] = table
-            failed |= bad if op.phase != "encoder" else set()
-            if on_gpu:
-                torch.cuda.empty_cache()
-        summed = sweep.sum_curves(operators, tables)
-        factors: dict[str, dict[int, float]] = {}
-        if with_contention:
-            bar.set_description("beside the other side")
-            sizes = contention.GPU_LOAD if on_gpu else contention.CPU_LOAD
-            pair: contention.PairTimer
-            if isinstance(timer, CudaTimer):
-                pair = contention.CudaPairTimer(contention.make_loads(shape, device, dtype, sizes), timer.use_graphs)
-            else:
-                pair = contention.CpuPairTimer(shape, sizes, partitioner)
-            try:
-                factors = contention.measure_contention(partitioner, pair_rungs, pair, bar.update)
-            finally:
-                pair.close()
+        with parts.part("operators", may_fail=False):
+            for op in operators:
+                bar.set_description(f"{op.phase} {op.name}")
+                table, bad = sweep.measure_operator(op, groups, timer, grid.budget_ms, bar.update)
+                tables[(op.phase, op.name)] = table
+                failed |= bad if op.phase != "encoder" else set()
+                if on_gpu:
+                    torch.cuda.empty_cache()
+        try:
+            summed = sweep.sum_curves(operators, tables)
+        except ValueError:
+            if save_operators is not None:
+                save_operators(sweep.operators_json(operators, tables))
+            raise
         versions = library_versions(kernels, partitioner.backend)
         if (driver := _driver_version()) is not None:
             versions["driver"] = driver
@@ -154,13 +192,47 @@ def profile(
             ),
             versions=versions,
             operators=sweep.operators_json(operators, tables),
-            contention=factors,
         )
+
+        def keep(found: DeviceCurves) -> DeviceCurves:
+            if parts.failures:
+                found = replace(found, validation={**found.validation, "failed_parts": dict(parts.failures)})
+            if save is not None:
+                save(found)
+            return found
+
+        curves = keep(curves)
+        if with_contention:
+            bar.set_description("beside the other side")
+            sizes = contention.GPU_LOAD if on_gpu else contention.CPU_LOAD
+            pair: contention.PairTimer | None = None
+            try:
+                with parts.part("contention"):
+                    if isinstance(timer, CudaTimer):
+                        loads = contention.make_loads(shape, device, dtype, sizes)
+                        pair = contention.CudaPairTimer(loads, timer.use_graphs)
+                    else:
+                        pair = contention.CpuPairTimer(shape, sizes, partitioner)
+                    factors = contention.measure_contention(partitioner, pair_rungs, pair, bar.update)
+                    curves = replace(curves, contention=factors, _slices={})
+                curves = keep(curves)
+                if small_units and pair is not None:
+                    with parts.part("decode beside prefill"):
+                        rows = contention.measure_sharing(partitioner, small_units, pair, bar.update)
+                        curves = replace(curves, sharing=rows, _slices={})
+                    curves = keep(curves)
+            finally:
+                if pair is not None:
+                    pair.close()
         if with_validation:
             bar.set_description("validation")
-            found = validate.validate(curves, shape, groups, timer, device, dtype, held_out, bar.update)
-            curves = replace(curves, validation=validate.summary(found), _slices={})
-            tqdm.write(validate.table(found))
+            with parts.part("validation"):
+                if on_gpu:
+                    torch.cuda.empty_cache()
+                found = validate.validate(curves, shape, held_out_groups, timer, device, dtype, held_out, bar.update)
+                curves = replace(curves, validation=validate.summary(found), _slices={})
+                tqdm.write(validate.table(found), file=sys.stdout)
+            curves = keep(curves)
     return curves
 
 
@@ -174,15 +246,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(name)
         if device.type == "cuda":
+            if device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.set_device(device)
         partitioner = make_partitioner(
             arguments.backend,
-            device=name,
+            device=str(device),
             total_units=arguments.total_units,
             min_units=GPU_MIN_UNITS if device.type == "cuda" else None,
             prepare="both",
         )
         started = time.perf_counter()
+
+        def out_file(device_name: str) -> Path:
+            slug = "-".join(device_name.lower().split())
+            return Path(arguments.out or f"{slug}_{shape.fingerprint()}.json")
+
+        def save(curves: DeviceCurves) -> None:
+            curves.save(out_file(curves.device_name))
+
+        def save_operators(rows: list[dict[str, Any]]) -> None:
+            file = out_file(device.type).with_suffix(".operators.json")
+            file.write_text(json.dumps(rows) + "\n")
+            print(f"wrote {file}: raw times, of which no curves could be made")
+
         try:
             with torch.inference_mode():
                 curves = profile(
@@ -193,13 +280,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                     with_contention=not arguments.no_contention,
                     with_validation=arguments.validate,
                     use_graphs=not arguments.no_graphs,
+                    num_rungs=arguments.rungs,
+                    save=save,
+                    save_operators=save_operators,
                 )
         finally:
             partitioner.close()
-        device_slug = "-".join(curves.device_name.lower().split())
-        out = arguments.out or f"{device_slug}_{shape.fingerprint()}.json"
-        curves.save(out)
-        print(f"wrote {out} after {time.perf_counter() - started:.0f} s")
+        print(f"wrote {out_file(curves.device_name)} after {time.perf_counter() - started:.0f} s")
         if arguments.plot:
             plot_curves(curves, arguments.plot)
             print(f"wrote {arguments.plot}")

@@ -25,7 +25,7 @@ from spaceserve.sis.shapes import ModelShape
 
 from .kernels import choose_kernels
 from .models import DecoderModel, EncoderModel
-from .timing import CpuTimer, Run
+from .timing import CpuTimer, Run, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -81,13 +81,19 @@ class CudaPairTimer(PairTimer):
         self._use_graphs = use_graphs
         self._budget_ms = budget_ms
         self._second_streams: dict[int, torch.cuda.Stream] = {}
+        self._ready: dict[tuple[str, int], Run] = {}
+        self._alone_ms: dict[tuple[str, int], float] = {}
 
     def alone(self, side: str, group: UnitGroup) -> float:
         stream = _stream_of(group)
-        run = self._prepared(side, stream)
-        with torch.cuda.stream(stream):
-            first_ms = _timed_calls(run, 2)[-1]
-            return statistics.median(_timed_calls(run, max(5, int(self._budget_ms / first_ms))))
+        key = (side, stream.cuda_stream)
+        if key not in self._alone_ms:
+            run = self._prepared(side, stream)
+            with torch.cuda.stream(stream):
+                first_ms = _timed_calls(run, 2)[-1]
+                calls = max(5, int(self._budget_ms / first_ms))
+                self._alone_ms[key] = statistics.median(_timed_calls(run, calls))
+        return self._alone_ms[key]
 
     def beside(self, side: str, group: UnitGroup, other: str, other_group: UnitGroup) -> float:
         own_stream = _stream_of(group)
@@ -107,11 +113,18 @@ class CudaPairTimer(PairTimer):
         raise RuntimeError(f"{other} never outlasted {side}: no time beside it")
 
     def close(self) -> None:
+        torch.cuda.synchronize()
+        self._ready = {}
         self._loads = {}
 
     def _prepared(self, side: str, stream: torch.cuda.Stream) -> Run:
         """A graph of one call captured on the stream, or the plain call where graphs are off."""
-        run = self._loads[side]
+        key = (side, stream.cuda_stream)
+        if key not in self._ready:
+            self._ready[key] = self._capture(self._loads[side], stream)
+        return self._ready[key]
+
+    def _capture(self, run: Run, stream: torch.cuda.Stream) -> Run:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()
@@ -270,15 +283,16 @@ def measure_contention(
             if rest is None and not group.is_whole_device:
                 tick()
                 continue  # a rung without a complement is never chosen beside a decoder
-            encoder_alone = pair.alone("encoder", group)
-            other_alone = pair.alone(other, rest or whole)
             for mode, other_group in modes.items():
                 tick()
                 try:
+                    encoder_alone = pair.alone("encoder", group)
+                    other_alone = pair.alone(other, rest or whole)
                     encoder_ms = pair.beside("encoder", group, other, other_group)
                     other_ms = pair.beside(other, other_group, "encoder", group)
                 except RuntimeError as error:
-                    logger.warning("%s beside an encoder on %d units, %s: %s", other, group.granted, mode, error)
+                    text = first_line(error)
+                    logger.warning("%s beside an encoder on %d units, %s: %s", other, group.granted, mode, text)
                     continue
                 for case, factor in (
                     (f"encoder_beside_{other}_{mode}", encoder_ms / encoder_alone),
@@ -286,3 +300,41 @@ def measure_contention(
                 ):
                     factors.setdefault(case, {})[group.granted] = float(f"{factor:.4g}")
     return factors
+
+
+def measure_sharing(
+    partitioner: Partitioner, decode_units: Sequence[int], pair: PairTimer, tick: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """What decode and prefill cost one another inside the decoder's process, for curves.DeviceCurves.sharing.
+
+    One row for each size of a decode group and each mode: "masked" (prefill in the complement), "prefill unmasked",
+    and, once, "both unmasked" on two streams. Times of the few layers of the loads, in ms, alone and beside.
+    """
+    whole = partitioner.group(partitioner.total_units)
+    splits: list[tuple[str, UnitGroup, UnitGroup]] = [("both unmasked", whole, whole)]
+    for units in decode_units:
+        group = partitioner.group(units)
+        rest = partitioner.complement(group)
+        if rest is not None:
+            splits += [("masked", group, rest), ("prefill unmasked", group, whole)]
+    rows: list[dict[str, Any]] = []
+    for mode, decode_group, prefill_group in splits:
+        tick()
+        row: dict[str, Any] = {"mode": mode, "decode_units": decode_group.granted}
+        row["prefill_units"] = prefill_group.granted
+        try:
+            times = {
+                "decode_alone_ms": pair.alone("decode", decode_group),
+                "prefill_alone_ms": pair.alone("prefill", prefill_group),
+                "decode_ms": pair.beside("decode", decode_group, "prefill", prefill_group),
+                "prefill_ms": pair.beside("prefill", prefill_group, "decode", decode_group),
+            }
+        except RuntimeError as error:
+            logger.warning("decode on %d units beside prefill, %s: %s", decode_group.granted, mode, first_line(error))
+            continue
+        rows.append(row | {name: float(f"{ms:.4g}") for name, ms in times.items()})
+    return rows
+
+
+def count_sharing(partitioner: Partitioner, decode_units: Sequence[int]) -> int:
+    return 1 + sum(2 for n in decode_units if partitioner.complement(partitioner.group(n)) is not None)

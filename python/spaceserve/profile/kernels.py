@@ -86,24 +86,38 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     try:
         q = torch.randn(256, 2, 80, device=device, dtype=dtype)
         cu = torch.tensor([0, 128, 256], device=device, dtype=torch.int32)
+        one = torch.tensor([0, 256], device=device, dtype=torch.int32)
         fa3 = Kernels("fa3", "", norm, act)
         fa3.encoder_attention(q, q, q, cu, 128)
         kv = torch.randn(2, 64, 1, 128, device=device, dtype=dtype)
         lengths = torch.tensor([64, 64], device=device, dtype=torch.int32)
         fa3.decode_attention(torch.randn(2, 2, 128, device=device, dtype=dtype), kv, kv, lengths)
+        wide = torch.randn(256, 2, 128, device=device, dtype=dtype)
+        fa3.prefill_attention(wide, wide, wide, one, one)
         torch.cuda.synchronize(device)
         attention = "fa3"
     except Exception as error:
         logger.warning("FA3 of sgl_kernel does not run here (%s): attention is timed with torch SDPA", error)
     try:
-        from sgl_kernel import rmsnorm
-        from sgl_kernel import silu_and_mul as fused_silu_and_mul
+        from sgl_kernel import silu_and_mul
+
+        # The operator itself: sgl_kernel.rmsnorm compiles FlashInfer's at its first call, which takes a minute.
+        norm_operator = torch.ops.sgl_kernel.rmsnorm.default
+
+        def fused_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+            out = torch.empty_like(x)
+            norm_operator(out, x, weight, 1e-6, False)
+            return out
+
+        def fused_silu_and_mul(x: Tensor) -> Tensor:
+            # Its vectors of 16 bytes must not straddle the two halves (Qwen2.5-VL's encoder: 3,420 columns each).
+            return silu_and_mul(x) if x.shape[-1] * x.element_size() % 32 == 0 else _torch_silu_and_mul(x)
 
         x = torch.randn(4, 256, device=device, dtype=dtype)
-        rmsnorm(x, x[0].contiguous())
+        fused_rms_norm(x, x[0].contiguous())
         fused_silu_and_mul(x)
         torch.cuda.synchronize(device)
-        pointwise, norm, act = "sgl_kernel", rmsnorm, fused_silu_and_mul
+        pointwise, norm, act = "sgl_kernel", fused_rms_norm, fused_silu_and_mul
     except Exception as error:
         logger.warning("fused norms of sgl_kernel do not run here (%s): timed with torch's", error)
     return Kernels(attention, pointwise, norm, act)

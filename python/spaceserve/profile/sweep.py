@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from spaceserve.partition import Partitioner, UnitGroup
 from spaceserve.sis.curves import CURVE_AXES, Curve
 from spaceserve.sis.shapes import GemmSpec, ModelShape
 
-from .timing import Timer
+from .timing import Timer, first_line
 from .workloads import Run, Workloads
 
 logger = logging.getLogger(__name__)
@@ -44,8 +46,8 @@ FULL = Grid(
     prefixes=(0, 1024, 4096, 16384),
     max_patches=32768,
     max_kv_tokens=1 << 20,
-    budget_ms=8.0,
-    num_encoder_rungs=None,
+    budget_ms=4.0,
+    num_encoder_rungs=9,
 )
 QUICK = Grid(
     patches=(256, 1024, 4096, 16384),
@@ -89,6 +91,10 @@ CPU_FULL = Grid(
 )
 
 
+# Groups of these sizes are profiled for decode too: what it costs on few SMs, while a prefill chunk has the others.
+SMALL_DECODE_UNITS = (16, 24, 32, 48, 64)
+
+
 def pick_rungs(partitioner: Partitioner, at_most: int | None) -> tuple[int, ...]:
     """Rungs that are profiled: all, or `at_most` spread evenly, the first and the last (whole device) among them."""
     rungs = partitioner.rungs
@@ -100,13 +106,17 @@ def pick_rungs(partitioner: Partitioner, at_most: int | None) -> tuple[int, ...]
 
 @dataclass
 class Groups:
-    """Groups of both sides by granted units: the encoder's rungs; the decoder's complements and the whole device."""
+    """Groups of both sides by granted units: the encoder's rungs; the decoder's complements and the whole device.
+
+    `decode` is the decoder's and, where asked for, small groups on which only decode steps run.
+    """
 
     encoder: dict[int, UnitGroup] = field(default_factory=dict)
     decoder: dict[int, UnitGroup] = field(default_factory=dict)
+    decode: dict[int, UnitGroup] = field(default_factory=dict)
 
     @staticmethod
-    def of(partitioner: Partitioner, rungs: Sequence[int]) -> Groups:
+    def of(partitioner: Partitioner, rungs: Sequence[int], small_decode_units: Sequence[int] = ()) -> Groups:
         groups = Groups()
         for rung in rungs:
             group = partitioner.group(rung)
@@ -117,7 +127,13 @@ class Groups:
         groups.decoder[partitioner.total_units] = partitioner.group(partitioner.total_units)
         groups.encoder = dict(sorted(groups.encoder.items()))
         groups.decoder = dict(sorted(groups.decoder.items()))
+        small = {n: partitioner.group(n) for n in small_decode_units if n in partitioner.rungs}
+        groups.decode = dict(sorted({**small, **groups.decoder}.items()))
         return groups
+
+    def of_phase(self, phase: str) -> dict[int, UnitGroup]:
+        """Groups on which the operators of "encoder", "decode" or "prefill" are measured."""
+        return {"encoder": self.encoder, "decode": self.decode, "prefill": self.decoder}[phase]
 
 
 @dataclass(frozen=True)
@@ -201,7 +217,7 @@ Table = dict[tuple[int, int, "int | None"], float]  # (units, x, y) -> ms of one
 def count_points(operators: Sequence[Operator], groups: Groups) -> int:
     total = 0
     for op in operators:
-        units = groups.encoder if op.phase == "encoder" else groups.decoder
+        units = groups.of_phase(op.phase)
         total += len(units) * sum(op.allowed(x, y) for x in op.xs for y in op.ys)
     return total
 
@@ -216,19 +232,30 @@ def measure_operator(
         for y in op.ys:
             if not op.allowed(x, y):
                 continue
-            run = op.make(x, y)
-            for units, group in (groups.encoder if op.phase == "encoder" else groups.decoder).items():
+            bounded = y is not None and y != op.ys[0]  # then a cell may be missing: `_filled` scales a smaller one
+            try:
+                run = op.make(x, y)
+            except torch.cuda.OutOfMemoryError:
+                if not bounded:
+                    raise
+                logger.warning("%s of %s x %s does not fit into memory: left out", op.name, x, y)
+                continue
+            for units, group in groups.of_phase(op.phase).items():
                 tick()
                 if units in failed:
                     continue
                 try:
                     table[(units, x, y)] = timer.measure(run, group, budget_ms)
                 except RuntimeError as error:
-                    if "out of memory" in str(error):
-                        raise
-                    logger.warning("%s fails on %d units (%s): left out", op.name, units, str(error).splitlines()[0])
+                    if isinstance(error, torch.cuda.OutOfMemoryError):
+                        if not bounded:
+                            raise
+                        logger.warning("%s of %s x %s does not fit into memory: left out", op.name, x, y)
+                        continue
+                    logger.warning("%s fails on %d units (%s): left out", op.name, units, first_line(error))
                     failed.add(units)
-    return table, failed
+    # A group on which one size fails has no curve: the sizes before the failure go too.
+    return {key: ms for key, ms in table.items() if key[0] not in failed}, failed
 
 
 def _filled(op: Operator, table: Table, units: int, x: int, y: int | None) -> float:

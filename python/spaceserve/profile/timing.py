@@ -17,8 +17,16 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[], object]
 
+
+def first_line(error: BaseException) -> str:
+    """What a log line says of an error: CUDA's messages go on for a page."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 GRAPH_BELOW_MS = 0.5  # work shorter than this is launched from a graph: Python's launches would be what is timed
 NUM_SAMPLES = 5
+LONG_MS = 30.0  # work longer than this is timed NUM_LONG_SAMPLES times: its relative noise is small
+NUM_LONG_SAMPLES = 2
 
 
 class Timer(ABC):
@@ -57,20 +65,27 @@ class CudaTimer(Timer):
         with group.activate():
             stream = torch.cuda.current_stream()
             run()
-            run()
             stream.synchronize()
             single_ms = self._timed(run, 1)
             if self.use_graphs and (single_ms < GRAPH_BELOW_MS or long_graph):
-                return self._measure_graph(run, budget_ms, probe_launches=16 if single_ms < GRAPH_BELOW_MS else 1)
+                try:
+                    return self._measure_graph(run, budget_ms, probe_launches=16 if single_ms < GRAPH_BELOW_MS else 1)
+                except RuntimeError as error:
+                    # The plain launches below fail as well where the work itself does.
+                    logger.warning("no CUDA graph on %d units (%s): timed without", group.granted, first_line(error))
+                    stream.synchronize()
             per_sample = max(1, int(budget_ms / NUM_SAMPLES / max(single_ms, 1e-3)))
-            num_samples = NUM_SAMPLES if single_ms * NUM_SAMPLES < 4 * budget_ms else 2
+            num_samples = NUM_SAMPLES if single_ms * NUM_SAMPLES < 4 * budget_ms else NUM_LONG_SAMPLES
             return statistics.median(self._timed(run, per_sample) / per_sample for _ in range(num_samples))
 
     def _measure_graph(self, run: Run, budget_ms: float, probe_launches: int) -> float:
         with self.captured(run, probe_launches) as probe:
             probe.replay()
             single_ms = self._timed(probe.replay, 1) / probe_launches
-        launches = min(1000, max(probe_launches, int(budget_ms / NUM_SAMPLES / max(single_ms, 1e-4))))
+            launches = min(1000, max(probe_launches, int(budget_ms / NUM_SAMPLES / max(single_ms, 1e-4))))
+            if launches == probe_launches:
+                num_samples = NUM_LONG_SAMPLES if single_ms > LONG_MS else NUM_SAMPLES
+                return statistics.median(self._timed(probe.replay, 1) / launches for _ in range(num_samples))
         with self.captured(run, launches) as graph:
             graph.replay()
             return statistics.median(self._timed(graph.replay, 1) / launches for _ in range(NUM_SAMPLES))

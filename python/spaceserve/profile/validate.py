@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from spaceserve.partition import Partitioner
 from spaceserve.sis.curves import DeviceCurves
 from spaceserve.sis.shapes import ModelShape
 
 from .kernels import choose_kernels
 from .models import DecoderModel, EncoderModel
 from .sweep import Groups
-from .timing import Run, Timer
+from .timing import Run, Timer, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class HeldOut:
     encoder_batches: Sequence[tuple[int, ...]]
     decode_steps: Sequence[tuple[int, int]]  # (batch, context)
     prefill_chunks: Sequence[tuple[int, int]]  # (tokens, prefix)
-    num_units: int  # how many groups of each side
+    num_units: int  # how many groups of each side, half of them of sizes that were not profiled where there are such
     budget_ms: float
 
 
@@ -55,6 +56,7 @@ class Comparison:
     units: int
     predicted_ms: float
     measured_ms: float
+    is_profiled_size: bool = True  # the group's; the sizes of the work are never those of the grid
 
     @property
     def error(self) -> float:
@@ -83,23 +85,28 @@ def validate(
     held_out: HeldOut,
     tick: Callable[[], object],
 ) -> list[Comparison]:
-    """Measures every held-out size on groups spread over the ladder. Allocates the whole model once per side."""
+    """Measures every held-out size on `groups` (see `pick_groups`). Allocates the whole model once per side."""
     kernels = choose_kernels(device, dtype)
     found: list[Comparison] = []
 
-    def spread(units: Sequence[int]) -> list[int]:
-        if len(units) <= held_out.num_units:
-            return list(units)
-        step = (len(units) - 1) / (held_out.num_units - 1)
-        return sorted({units[round(i * step)] for i in range(held_out.num_units)})
-
     def compare(phase: str, size: str, run: Run, predict: Callable[[int], float]) -> None:
         side = groups.encoder if phase == "encoder" else groups.decoder
-        for units in spread([u for u in side if phase == "encoder" or u >= curves.min_decoder_units]):
+        for units in side:
             tick()
-            measured = timer.measure(run, side[units], held_out.budget_ms, long_graph=True)
+            try:
+                measured = timer.measure(run, side[units], held_out.budget_ms, long_graph=True)
+            except RuntimeError as error:
+                logger.warning("%s of %s fails on %d units: %s", phase, size, units, first_line(error))
+                continue
             found.append(
-                Comparison(phase=phase, size=size, units=units, predicted_ms=predict(units), measured_ms=measured)
+                Comparison(
+                    phase=phase,
+                    size=size,
+                    units=units,
+                    predicted_ms=predict(units),
+                    measured_ms=measured,
+                    is_profiled_size=units in curves.curves[f"{phase}_linear"].units,
+                )
             )
 
     encoder = EncoderModel(shape, device, dtype, kernels)
@@ -119,15 +126,45 @@ def validate(
     return found
 
 
+def pick_groups(partitioner: Partitioner, profiled: Sequence[int], num_units: int, min_decoder_units: int) -> Groups:
+    """Groups of both sides to validate on: half of sizes that were profiled, half of others, spread over the ladder.
+
+    Args:
+        profiled: the encoder's rungs that were profiled.
+        num_units: groups of each side.
+        min_decoder_units: the smallest complement that is taken.
+    """
+
+    def spread(units: Sequence[int], count: int) -> list[int]:
+        if len(units) <= count:
+            return list(units)
+        step = (len(units) - 1) / max(1, count - 1)
+        return sorted({units[round(i * step)] for i in range(count)})
+
+    def half(units: Sequence[int], seen: set[int]) -> list[int]:
+        new = spread([u for u in units if u not in seen], num_units // 2)
+        return sorted([*new, *spread([u for u in units if u in seen], num_units - len(new))])
+
+    groups, whole = Groups(), partitioner.group(partitioner.total_units)
+    rests = {rung: partitioner.complement(partitioner.group(rung)) for rung in partitioner.rungs}
+    decoder = {rest.granted: rest for rest in rests.values() if rest is not None and rest.granted >= min_decoder_units}
+    decoder[whole.granted] = whole
+    seen = {rest.granted for rung in profiled if (rest := rests[rung]) is not None} | {whole.granted}
+    groups.encoder = {n: partitioner.group(n) for n in half(partitioner.rungs, set(profiled))}
+    groups.decoder = {n: decoder[n] for n in half(sorted(decoder), seen)}
+    groups.decode = dict(groups.decoder)
+    return groups
+
+
 def count_comparisons(groups: Groups, held_out: HeldOut) -> int:
-    encoder = min(len(groups.encoder), held_out.num_units) * len(held_out.encoder_batches)
-    decoder = min(len(groups.decoder), held_out.num_units)
-    return encoder + decoder * (len(held_out.decode_steps) + len(held_out.prefill_chunks))
+    decoder = len(groups.decoder) * (len(held_out.decode_steps) + len(held_out.prefill_chunks))
+    return len(groups.encoder) * len(held_out.encoder_batches) + decoder
 
 
 def summary(found: Sequence[Comparison]) -> dict[str, Any]:
-    """Median and worst error of each phase and of all, and every comparison, for the curve file."""
+    """Median and worst error of all, of each phase and of groups of unprofiled sizes, and every comparison."""
     phases = {"all": list(found)} | {p: [c for c in found if c.phase == p] for p in ("encoder", "decode", "prefill")}
+    phases["other SM counts"] = [c for c in found if not c.is_profiled_size]
     errors = {
         phase: {
             "median_error": round(statistics.median(c.error for c in some), 4),

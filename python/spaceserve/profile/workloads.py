@@ -86,12 +86,12 @@ class Workloads:
         e = self.shape.encoder
         h, up = self._random(patches, e.hidden_size), self._random(patches, e.intermediate_size * (2 if e.gated else 1))
         q, cosine = self._random(patches, 2, e.hidden_size), self._random(patches, 1, e.hidden_size)
-        weight = self._random(e.hidden_size)
+        y, weight = torch.empty_like(h), self._random(e.hidden_size)
 
         def run() -> None:
             for _ in range(2):
                 F.layer_norm(h, (e.hidden_size,), weight, weight)
-                h.add_(h)
+                torch.add(h, y)
             rotary(q, cosine)
             if e.gated:
                 self.kernels.silu_and_mul(up)
@@ -105,12 +105,12 @@ class Workloads:
         d = self.shape.decoder
         h, gate_up = self._random(tokens, d.hidden_size), self._random(tokens, 2 * d.intermediate_size)
         qk = self._random(tokens, d.num_heads + d.num_kv_heads, d.head_dim)
-        cosine, weight = self._random(tokens, 1, d.head_dim), self._random(d.hidden_size)
+        cosine, weight, y = self._random(tokens, 1, d.head_dim), self._random(d.hidden_size), torch.empty_like(h)
 
         def run() -> None:
             for _ in range(2):
                 self.kernels.rms_norm(h, weight)
-                h.add_(h)
+                torch.add(h, y)
             rotary(qk, cosine)
             self.kernels.silu_and_mul(gate_up)
 

@@ -188,6 +188,7 @@ class DeviceCurves:
     as many units; those of decode and prefill to the same work alone on the complement, in both mask modes, so
     that a factor below 1 in an unmasked case is the units of the encoder that the decoder reaches as well.
     `min_decoder_units` is the least complement on which the decode side is known to run.
+    `sharing` are measured rows of decode beside prefill inside the decoder's process (profile/contention.py).
     `source` is "profiled", "stand-in" or "roofline"; `provenance` says in words where the numbers come from.
     """
 
@@ -204,6 +205,7 @@ class DeviceCurves:
     operators: Sequence[Mapping[str, Any]] = ()
     contention: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     validation: Mapping[str, Any] = field(default_factory=dict)
+    sharing: Sequence[Mapping[str, Any]] = ()
     _slices: dict[float, PhaseSlices] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -269,6 +271,7 @@ class DeviceCurves:
             },
             "operators": [dict(op) for op in self.operators],
             "validation": dict(self.validation),
+            "sharing": [dict(row) for row in self.sharing],
         }
 
     @staticmethod
@@ -304,6 +307,7 @@ class DeviceCurves:
                 curves=curves,
                 operators=tuple(data["operators"]),
                 validation=data["validation"],
+                sharing=tuple(data.get("sharing", ())),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"malformed curve file: {error!r}") from error
