@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from spaceserve.channels import Channels
@@ -44,13 +45,22 @@ def own_config(argv: list[str]) -> SpaceServeConfig:
         raise StartError(str(error)) from error
 
 
+class _Parser(argparse.ArgumentParser):
+    """SGLang's arguments may be abbreviated, as in `--tp 2`; SpaceServe's own never make such a name ambiguous."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        own = {field.name for field in fields(SpaceServeConfig)}
+        matches: list[Any] = super()._get_option_tuples(option_string)  # type: ignore[misc]
+        return [match for match in matches if match[0].dest not in own]
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse SGLang's and SpaceServe's arguments, as SGLang does; the bundled model where none is named."""
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.common import suppress_noisy_warnings
 
     suppress_noisy_warnings()
-    parser = argparse.ArgumentParser(prog="python -m spaceserve.launch_server")
+    parser = _Parser(prog="python -m spaceserve.launch_server")
     ServerArgs.add_cli_args(parser)
     SpaceServeConfig.add_cli_args(parser)
     if "--config" in argv:
@@ -220,6 +230,9 @@ def _serve_split(
 
     # Pixels are made in the encoder worker: SGLang's transport of pixels would only take device memory.
     server_args.override("spaceserve", mm_feature_transport="cpu")
+    if server_args.tp_size > 1:
+        # The encoder and its features lie on the first GPU; SGLang would refuse to start over the difference.
+        os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
     forked = may_fork()
     supervisor = EncoderSupervisor(server_args, config, family, channels, forked=forked)
     try:

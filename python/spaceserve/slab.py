@@ -6,6 +6,7 @@ On a GPU it is a torch CUDA allocation of the encoder worker, shared through CUD
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from spaceserve.shared_memory import SHM_DIR
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"torch.float32": torch.float32, "torch.float16": torch.float16, "torch.bfloat16": torch.bfloat16}
 
@@ -40,6 +43,26 @@ class SlabHandle:
         return handle
 
 
+def _open_cuda_ipc(handle: tuple[Any, ...], reader: int) -> tuple[int, torch.UntypedStorage]:
+    """Open what `_share_cuda_` returned on device `reader`, or on the owner's where that is not possible.
+
+    A tensor's device is where its kernels run, and CUDA maps the memory there when it opens the handle, so the
+    handle's first element, the owner's device, is replaced. Its last asks to wait for an event of the owner's device:
+    the owner has synchronised before it passed the handle on.
+
+    Returns:
+        The device's index and the storage.
+    """
+    owner, *middle, _ = handle
+    try:
+        return reader, torch.UntypedStorage._new_shared_cuda(reader, *middle, False)
+    except RuntimeError as error:
+        if reader == owner:
+            raise
+        logger.warning("GPU %d cannot read GPU %d's memory, features are copied (%s)", reader, owner, error)
+        return owner, torch.UntypedStorage._new_shared_cuda(owner, *middle, False)
+
+
 class Slab:
     """A mapped slab. `rows` is the tensor `[num_tokens, feature_dim]`; slices of it are zero-copy."""
 
@@ -61,6 +84,7 @@ class Slab:
         if device.type == "cuda":
             rows = torch.zeros(num_tokens, feature_dim, dtype=dtype, device=device)
             ipc = rows.untyped_storage()._share_cuda_()
+            torch.cuda.synchronize(device)  # the zeros are there before anybody is told where
             return Slab(rows, SlabHandle(num_tokens, feature_dim, str(dtype), None, tuple(ipc)))
         if segment is None:
             raise ValueError("a slab on the CPU needs the name of a shared-memory segment")
@@ -81,12 +105,20 @@ class Slab:
 
     @staticmethod
     def attach(handle: SlabHandle) -> Slab:
-        """Map a slab that another process (or `create`) allocated."""
+        """Map a slab that another process (or `create`) allocated; on a GPU, for this process's current device.
+
+        Where that is another device than the slab's, as for the second rank of a tensor-parallel group, the slab is
+        mapped over the link between both, so that kernels read it in place. Devices without such a link get the slab
+        on its own device, and SGLang copies what it reads.
+
+        Raises:
+            RuntimeError: it can be mapped on neither device.
+        """
         dtype = _DTYPES[handle.dtype]
         shape = (handle.num_tokens, handle.feature_dim)
         if handle.cuda_ipc is not None:
-            storage = torch.UntypedStorage._new_shared_cuda(*handle.cuda_ipc)
-            device = torch.device("cuda", handle.cuda_ipc[0])
+            index, storage = _open_cuda_ipc(handle.cuda_ipc, torch.cuda.current_device())
+            device = torch.device("cuda", index)
             rows = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape)  # type: ignore[call-overload]
         else:
             assert handle.segment is not None

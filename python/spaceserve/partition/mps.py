@@ -3,6 +3,9 @@
 Without MPS the processes on a GPU take turns; with it their kernels run side by side, which is what SM masks need.
 The daemon is an ordinary process with a pipe directory; its compute mode, clocks and MIG settings are not touched.
 
+The daemon of our own is started without ``CUDA_VISIBLE_DEVICES``. It would number the devices anew for its clients,
+which read the same variable once more: with ``CUDA_VISIBLE_DEVICES=1`` they would look for the second of one device.
+
 Environment that decides (NVIDIA's names): where ``CUDA_MPS_PIPE_DIRECTORY`` is set, the daemon there is the user's,
 and is used and left alone. Otherwise a daemon of our own is started, with directories that no other server shares,
 and ended with the process that started it. A daemon left behind by a server that was killed is ended by the next
@@ -32,6 +35,7 @@ from .mps_processes import CONTROL, PIPE_VARIABLE, MpsError
 logger = logging.getLogger(__name__)
 
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 # Where driver installations of container runtimes put it without extending the PATH.
 _EXTRA_DIRECTORIES = ("/usr/local/nvidia/bin",)
@@ -242,12 +246,13 @@ class MpsDaemon:
             MpsError: it ended with an error, or does not answer in time.
         """
         assert self._executable is not None
+        environ = {name: value for name, value in self._environ.items() if name != VISIBLE_VARIABLE}
         # The daemon keeps what it inherits: files, not pipes, or reading its output would wait for its end.
         with tempfile.TemporaryFile() as output:
             try:
                 code = subprocess.run(
                     [self._executable, "-d"],
-                    env={**self._environ, **self.client_environ},
+                    env={**environ, **self.client_environ},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

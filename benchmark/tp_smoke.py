@@ -1,0 +1,293 @@
+"""Smoke test of tensor parallelism: the same image requests to stock SGLang and to SpaceServe, both with ``--tp 2``.
+
+  tp_smoke.py OUT_DIR --tokenizer DIR                     (two GPUs: Qwen2-VL-2B's shapes, random weights)
+  tp_smoke.py OUT_DIR --model DIR --device cpu            (any checkpoint, ranks on two cores)
+
+One server after the other, on one checkpoint with the same flags. Twenty requests with one to three images of mixed
+sizes are sent one by one and decoded greedily; then a canary: a picture several times at once, different pictures at
+once, and a picture again that the server has seen. Answers are compared token by token.
+
+Two correct servers may differ where two tokens are almost equally likely: stock splits the encoder over the ranks,
+SpaceServe does not, and sums of bfloat16 are then rounded differently. An answer that leaves stock's counts as right
+where stock gave the other token a log-probability within ``--tie`` of its own. That this proves something is shown by
+a control: the same text under pictures of other content and equal size must move stock's answers.
+
+Writes OUT_DIR/tp-smoke.json and the servers' logs, prints a table last. Exit status 0: all answers agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import concurrent.futures
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import requests
+from PIL import Image
+
+import dummy_model
+from servebench import arms, servers
+from servebench.environment import describe, scrub
+from servebench.results import write_atomic
+
+REPO = Path(__file__).resolve().parent.parent
+NUM_REQUESTS = 20
+NUM_CONTROLS = 6
+MAX_TOKENS = 24
+TOP_LOGPROBS = 5
+SIZES = ((224, 224), (448, 336), (640, 480), (336, 672), (1024, 768), (280, 140), (896, 896))
+TEXTS = (
+    "Describe the picture.",
+    "What colours are there, and which of them covers most of the area?",
+    "Compare what you see with a chessboard.",
+    "Write down the first thing that comes to mind about this.",
+)
+ANSWER_TIMEOUT_S = 60.0
+FLAGS = "--random-seed 1 --disable-custom-all-reduce --max-running-requests 16"
+GPU_FLAGS = "--max-total-tokens 100000 --cuda-graph-max-bs-decode 8"
+CPU_FLAGS = "--max-total-tokens 20000"
+# What SGLang needs for several ranks on a CPU: a core for each, and no search for NCCL, which would find it.
+CPU_ENVIRONMENT = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent", "OMP_NUM_THREADS": "1"}
+# NVLink multicast needs rights that containers often lack.
+GPU_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
+
+Answer = list[dict[str, Any]]  # of each token: its text, its log-probability, those of the likeliest tokens
+
+
+def picture_url(seed: int, width: int, height: int) -> str:
+    """Data URL of a PNG of coloured cells; another seed is another picture."""
+    cells = np.random.default_rng(seed).integers(0, 256, (height // 28, width // 28, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(cells).resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def message(text: str, *urls: str) -> list[dict[str, Any]]:
+    """One user's turn: pictures, then text."""
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def image_requests(first_seed: int, scale: float) -> list[list[dict[str, Any]]]:
+    """Requests with 1 to 3 pictures of mixed sizes; another first seed gives pictures of other content."""
+    found = []
+    for index in range(NUM_REQUESTS):
+        pictures = []
+        for position in range(1 + index % 3):
+            width, height = SIZES[(2 * index + 3 * position) % len(SIZES)]
+            pictures.append(
+                picture_url(
+                    first_seed + 10 * index + position, max(56, int(width * scale)), max(56, int(height * scale))
+                )
+            )
+        found.append(message(f"{TEXTS[index % len(TEXTS)]} Number {index}.", *pictures))
+    return found
+
+
+def ask(url: str, messages: Sequence[dict[str, Any]]) -> Answer:
+    """The greedy answer's tokens.
+
+    Raises RuntimeError where the server answers with an error.
+    """
+    body = {
+        "model": "m",
+        "messages": list(messages),
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": TOP_LOGPROBS,
+    }
+    response = requests.post(f"{url}/v1/chat/completions", json=body, timeout=ANSWER_TIMEOUT_S)
+    if response.status_code != 200:
+        raise RuntimeError(f"HTTP {response.status_code}: {response.text[:300]}")
+    return [
+        {
+            "token": token["token"],
+            "logprob": token["logprob"],
+            "top": [[other["token"], other["logprob"]] for other in token["top_logprobs"]],
+        }
+        for token in response.json()["choices"][0]["logprobs"]["content"]
+    ]
+
+
+def run_server(url: str, scale: float) -> dict[str, Any]:
+    """Send everything to one server: `alone` one by one, `control`, and the canary's `again` and `at_once`."""
+    begin = time.monotonic()
+    alone = [ask(url, request) for request in image_requests(0, scale)]
+    alone_s = time.monotonic() - begin
+    control = [ask(url, request) for request in image_requests(100_000, scale)[:NUM_CONTROLS]]
+    side = max(56, int(448 * scale))
+    same = message("What is this?", picture_url(7_000, side, side))
+    different = [message("What is this?", picture_url(7_000 + index, side, side)) for index in range(1, 5)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        at_once = list(pool.map(lambda messages: ask(url, messages), [same] * 4 + different))
+    again = [ask(url, messages) for messages in [same, *different]]
+    return {"alone": alone, "alone_s": round(alone_s, 2), "control": control, "at_once": at_once, "again": again}
+
+
+def compare(ours: Answer, stock: Answer, tie: float) -> dict[str, Any]:
+    """Where an answer leaves stock's, and by how much stock preferred its own token there.
+
+    Returns:
+        ``ok``; ``equal_tokens``, the length of the common beginning; ``gap``, stock's log-probability of its own token
+        less that of ours, where they part (None if they do not, or ours is not among stock's likeliest);
+        ``max_delta``, the largest difference of the log-probabilities in the common beginning.
+    """
+    if len(ours) != len(stock):
+        return {"ok": False, "equal_tokens": 0, "gap": None, "max_delta": None, "reason": "lengths differ"}
+    num_equal = next(
+        (i for i, (a, b) in enumerate(zip(ours, stock, strict=True)) if a["token"] != b["token"]), len(ours)
+    )
+    pairs = list(zip(ours, stock, strict=True))[:num_equal]
+    max_delta = max((abs(a["logprob"] - b["logprob"]) for a, b in pairs), default=None)
+    gap = None
+    ok = max_delta is None or max_delta <= tie
+    if num_equal < len(ours):
+        likeliest = dict(stock[num_equal]["top"])
+        token = ours[num_equal]["token"]
+        if token in likeliest:
+            gap = stock[num_equal]["logprob"] - likeliest[token]
+        ok = ok and gap is not None and gap <= tie
+    return {"ok": ok, "equal_tokens": num_equal, "gap": gap, "max_delta": max_delta}
+
+
+def judge(ours: dict[str, Any], stock: dict[str, Any], tie: float) -> dict[str, Any]:
+    """All comparisons, and whether together they say that both servers agree."""
+    groups = {
+        name: [compare(a, b, tie) for a, b in zip(ours[name], stock[name], strict=True)]
+        for name in ("alone", "control", "at_once", "again")
+    }
+    # Each picture's answer in the crowd against its answer afterwards, when its features or tokens were cached.
+    later = [ours["again"][0]] * 4 + ours["again"][1:]
+    groups["crowd_and_later"] = [compare(a, b, tie) for a, b in zip(ours["at_once"], later, strict=True)]
+    moved = [not compare(a, b, tie)["ok"] for a, b in zip(stock["control"], stock["alone"], strict=False)]
+    return {
+        "groups": groups,
+        "control_moved": sum(moved),
+        "control_total": len(moved),
+        "ok": all(row["ok"] for rows in groups.values() for row in rows) and 2 * sum(moved) >= len(moved),
+    }
+
+
+def table(verdict: dict[str, Any]) -> str:
+    """One line for each group of requests."""
+    lines = [f"{'group':<18}{'answers':>8}{'equal':>7}{'ties':>6}{'wrong':>7}{'max gap':>9}{'max d(logprob)':>16}"]
+    for name, rows in verdict["groups"].items():
+        equal = sum(row["ok"] and row["equal_tokens"] == MAX_TOKENS for row in rows)
+        wrong = sum(not row["ok"] for row in rows)
+        gaps = [row["gap"] for row in rows if row["gap"] is not None]
+        deltas = [row["max_delta"] for row in rows if row["max_delta"] is not None]
+        lines.append(
+            f"{name:<18}{len(rows):>8}{equal:>7}{len(rows) - equal - wrong:>6}{wrong:>7}"
+            f"{max(gaps, default=0.0):>9.3f}{max(deltas, default=0.0):>16.4f}"
+        )
+    lines.append(
+        f"control: other pictures moved {verdict['control_moved']} of {verdict['control_total']} stock answers"
+    )
+    lines.append("OK" if verdict["ok"] else "NOT OK")
+    return "\n".join(lines)
+
+
+def make_model(options: argparse.Namespace, folder: Path) -> Path:
+    """The checkpoint to serve: the one given, or a random one of the named shape."""
+    if options.model is not None:
+        return Path(options.model)
+    dummy_model.write(options.shape, folder, options.tokenizer)
+    # In a process of its own: this one must hold no CUDA context while servers run.
+    device = "cuda" if options.device == "cuda" else "cpu"
+    script = Path(__file__).with_name("random_checkpoint.py")
+    subprocess.run([sys.executable, str(script), str(folder), "--device", device], check=True, timeout=120)
+    return folder
+
+
+def run(options: argparse.Namespace) -> bool:
+    servers.stop_on_sigterm()
+    deadline = time.monotonic() + options.budget_s
+    on_gpu = options.device == "cuda"
+    os.environ.update(GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    options.out.mkdir(parents=True, exist_ok=True)
+    work_dir = Path(tempfile.mkdtemp(prefix="tp-smoke-"))
+    flags = f"--tp {options.tp} {FLAGS} {GPU_FLAGS if on_gpu else CPU_FLAGS} {options.common_flags}".strip()
+    result: dict[str, Any] = {
+        "environment": describe(REPO),
+        "command": scrub(" ".join(["tp_smoke.py", *sys.argv[1:]])),
+        "flags": flags,
+        "tie": options.tie,
+        "model": "given" if options.model else f"{options.shape}, random weights",
+    }
+    answers: dict[str, dict[str, Any]] = {}
+    try:
+        model = make_model(options, work_dir / options.shape)
+        for name in ("stock", "spaceserve"):
+            arm = arms.prepare(
+                arms.parse_arm(name),
+                device=options.device,
+                common_flags=flags,
+                ours_flags=options.ours_flags,
+                stock_flags=options.stock_flags,
+            )
+            begin = time.monotonic()
+            with servers.running_arm(
+                arm, model=str(model), work_dir=work_dir, start_timeout_s=max(30.0, deadline - begin)
+            ) as group:
+                start_s = time.monotonic() - begin
+                print(f"{name}: up after {start_s:.0f} s", flush=True)
+                answers[name] = run_server(group[-1].url, options.scale)
+                result[name] = {
+                    "start_s": round(start_s, 1),
+                    "server": servers.describe_server(group[-1].url),
+                    "memory": servers.memory(group),
+                    **answers[name],
+                }
+            print(f"{name}: {NUM_REQUESTS} requests in {answers[name]['alone_s']} s", flush=True)
+        result["verdict"] = judge(answers["spaceserve"], answers["stock"], options.tie)
+    except (servers.ServerFailed, RuntimeError, requests.RequestException) as error:
+        result["error"] = scrub(str(error))
+        print(error, file=sys.stderr)
+    finally:
+        for log in work_dir.glob("*.log"):
+            shutil.copy(log, options.out / log.name)
+        shutil.rmtree(work_dir, ignore_errors=True)
+        write_atomic(options.out / "tp-smoke.json", json.dumps(result, indent=1) + "\n")
+    if "verdict" not in result:
+        print("NOT OK: no comparison, see the error above")
+        return False
+    print(table(result["verdict"]))
+    return bool(result["verdict"]["ok"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for the result and the servers' logs")
+    parser.add_argument("--tokenizer", type=Path, help="folder with the Qwen2 tokenizer, for --shape")
+    parser.add_argument("--shape", default="qwen2-vl-2b", help="a Qwen2-VL shape of dummy_model.py")
+    parser.add_argument("--model", help="serve this checkpoint instead of random weights")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--tie", type=float, default=0.3, help="log-probabilities this close count as equal")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on every image side")
+    parser.add_argument("--budget-s", type=float, default=280.0)
+    parser.add_argument("--common-flags", default="")
+    parser.add_argument("--ours-flags", default="")
+    parser.add_argument("--stock-flags", default="")
+    options = parser.parse_args()
+    if options.model is None and options.tokenizer is None:
+        parser.error("give --tokenizer for random weights, or --model")
+    return 0 if run(options) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
