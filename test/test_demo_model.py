@@ -180,15 +180,15 @@ def test_flat_optimiser_is_adamw() -> None:
     torch.testing.assert_close(ours.bias, theirs.bias)
 
 
-def test_weights_of_runs_without_the_rank_head_can_be_resumed() -> None:
+def test_weights_of_runs_without_the_vertical_head_can_be_resumed() -> None:
     trainee = Trainee(1)
     names = list(dict(trainee.named_parameters()))
-    assert names[-2:] == ["heads.rank.weight", "heads.rank.bias"]
-    fresh = trainee.heads.rank.weight.detach().clone()
+    assert names[-2:] == ["heads.vertical.weight", "heads.vertical.bias"]
+    fresh = trainee.heads.vertical.weight.detach().clone()
     optimiser = FlatAdamW(trainee, torch.float32)
-    optimiser.load(torch.full((optimiser.slices["heads.rank.weight"].start,), 0.25))
+    optimiser.load(torch.full((optimiser.slices["heads.vertical.weight"].start,), 0.25))
     assert (trainee.heads.out.bias == 0.25).all()
-    assert torch.equal(trainee.heads.rank.weight, fresh)
+    assert torch.equal(trainee.heads.vertical.weight, fresh)
 
 
 def test_training_batches_mark_the_answers() -> None:

@@ -58,6 +58,7 @@ def test_labels_rank_shapes_from_left_and_from_top() -> None:
     assert [s for _, s in sorted(zip(fields["rank"], [s.cy for s in scene.shapes], strict=True))] == sorted(
         s.cy for s in scene.shapes
     )
+    assert fields["height"] == [s.cy / 336 for s in scene.shapes]
 
 
 def test_edges_are_antialiased_and_areas_are_right() -> None:

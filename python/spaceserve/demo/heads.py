@@ -26,13 +26,14 @@ class DenseHeads(nn.Module):
         self.norm = nn.LayerNorm(HIDDEN_SIZE)
         self.out = nn.Linear(HIDDEN_SIZE, sum(self.sizes))
         # Last, and apart, so that the weights of runs without it are a prefix of those with it.
-        self.rank = nn.Linear(HIDDEN_SIZE, NUM_ORDINALS)
+        self.vertical = nn.Linear(HIDDEN_SIZE, NUM_ORDINALS + 1)
 
     def forward(self, features_BMD: Tensor) -> tuple[Tensor, ...]:
         """Return logits of kind, colour and ordinal of the thing centred in a cell, of the background's colour and the
-        number of shapes, the log of the thing's size, and logits of its rank from the top, [B, M, n] each."""
+        number of shapes, the log of the thing's size, logits of its rank from the top, and its height, [B, M, n]
+        each."""
         normed = self.norm(features_BMD)
-        return (*self.out(normed).split(self.sizes, dim=-1), self.rank(normed))
+        return (*self.out(normed).split(self.sizes, dim=-1), *self.vertical(normed).split((NUM_ORDINALS, 1), dim=-1))
 
 
 def cell_of(rows_BKF: Tensor, width: int, height: int, grid: tuple[int, int]) -> Tensor:
@@ -50,7 +51,7 @@ def dense_loss(
 
     `labels_BKF` holds `scenes.LABEL_FIELDS`, with kind 0 in unused rows.
     """
-    kind, colour, ordinal, ground, number, size, rank = (x.float() for x in heads(features_BMD))
+    kind, colour, ordinal, ground, number, size, rank, height = (x.float() for x in heads(features_BMD))
     batch, cells = kind.shape[:2]
     drawn = labels_BKF[..., 0] > 0
     truth_kind = torch.zeros(batch, cells + 1, dtype=torch.long, device=kind.device)
@@ -66,13 +67,14 @@ def dense_loss(
     at = cells_BK[..., None]
     weight = drawn.float()
     scores = [((kind.argmax(-1) == truth_kind) * is_drawn).sum() / total]
-    for logits, column, factor in ((colour, 1, 1.0), (ordinal, 2, 0.5), (rank, 4, 0.5)):
+    for logits, column, factor in ((colour, 1, 1.0), (ordinal, 2, 0.5), (rank, 4, 1.0)):
         here = logits.gather(1, at.expand(-1, -1, logits.shape[-1]))
         truth = labels_BKF[..., column].long()
         each = F.cross_entropy(here.flatten(0, 1), truth.flatten(), reduction="none").view_as(weight)
         loss = loss + factor * (each * weight).sum() / weight.sum().clamp(min=1)
         scores.append(((here.argmax(-1) == truth) * weight).sum() / weight.sum().clamp(min=1))
-    here_size = size.gather(1, at).squeeze(-1)
+    here_size, here_height = size.gather(1, at).squeeze(-1), height.gather(1, at).squeeze(-1)
+    loss = loss + 2 * ((here_height - labels_BKF[..., 5]).abs() * weight).sum() / total
     loss = loss + 0.5 * (F.smooth_l1_loss(here_size, labels_BKF[..., 3], reduction="none") * weight).sum() / total
     for logits, column, factor in ((ground, 0, 0.5), (number, 1, 0.5)):
         truth = globals_B2[:, column, None].expand(-1, cells)

@@ -38,8 +38,8 @@ MIN_CONTRAST = 85.0  # Euclidean distance in RGB between whatever is drawn and t
 # One drawn thing, as a row of numbers: see `render`.
 ROW_FIELDS = ("index", "cx", "cy", "half_x", "half_y", "rotation", "shear", "weight", "red", "green", "blue")
 # What the dense labels of training know about it: "ordinal" and "rank" are
-# its place from the left and from the top among the shapes, and its size.
-LABEL_FIELDS = ("kind", "colour", "ordinal", "log_size", "rank")
+# its places among the shapes from the left and from the top, "height" is 0 at the top of the picture and 1 at its end.
+LABEL_FIELDS = ("kind", "colour", "ordinal", "log_size", "rank", "height")
 
 
 @lru_cache(maxsize=1)
@@ -198,12 +198,19 @@ def text_scene(rng: random.Random, width: int, height: int, kind: str, fonts: tu
         place = (cx + along * math.cos(tilt), cy + along * math.sin(tilt))
         scene.rows.append((glyph_index(font, char), *place, half * stretch, half, tilt, shear, weight, *shade))
         glyph_labels.append(
-            (1 + len(SHAPES) + CHARS.index(char), COLOURS.index(scene.text_colour), i, math.log(cap / 40), 0)
+            (
+                1 + len(SHAPES) + CHARS.index(char),
+                COLOURS.index(scene.text_colour),
+                i,
+                math.log(cap / 40),
+                0,
+                place[1] / height,
+            )
         )
     if rng.random() < 0.35:
         _add_beside_text(rng, scene, cy, 0.7 * cap)
     shape_rows = scene.rows[len(text) :]
-    scene.labels = glyph_labels + [_shape_label(s, 0, 0) for s in scene.shapes[: len(shape_rows)]]
+    scene.labels = glyph_labels + [_shape_label(s, 0, 0, height) for s in scene.shapes[: len(shape_rows)]]
     return scene
 
 
@@ -224,8 +231,9 @@ def _add_beside_text(rng: random.Random, scene: Scene, text_y: float, half_heigh
     _add_shape(rng, scene, shape, place, shade)
 
 
-def _shape_label(shape: Shape, ordinal: int, rank: int) -> tuple[float, ...]:
-    return 1 + SHAPES.index(shape.shape), COLOURS.index(shape.colour), ordinal, math.log(shape.radius / 40), rank
+def _shape_label(shape: Shape, ordinal: int, rank: int, height: int) -> tuple[float, ...]:
+    kind, colour = 1 + SHAPES.index(shape.shape), COLOURS.index(shape.colour)
+    return kind, colour, ordinal, math.log(shape.radius / 40), rank, shape.cy / height
 
 
 def _finish(scene: Scene) -> None:
@@ -233,5 +241,5 @@ def _finish(scene: Scene) -> None:
     order = sorted(range(len(scene.shapes)), key=lambda i: scene.shapes[i].cx)
     scene.rows = [scene.rows[i] for i in order]
     scene.shapes = [scene.shapes[i] for i in order]
-    heights = sorted(shape.cy for shape in scene.shapes)
-    scene.labels = [_shape_label(s, i, heights.index(s.cy)) for i, s in enumerate(scene.shapes)]
+    down = sorted(shape.cy for shape in scene.shapes)
+    scene.labels = [_shape_label(s, i, down.index(s.cy), scene.height) for i, s in enumerate(scene.shapes)]

@@ -1,8 +1,9 @@
 """Trains the demo model on renders: `python -m spaceserve.demo.train --out DIR --time-budget-s 520 --workers 15`.
 
-First the vision encoder learns the renderer's own labels, then the whole model learns to answer. Time, not a number of
-steps, bounds the run. What is written to DIR: model.tar (the checkpoint's folder), resume.pt (float32 weights for
-`--resume`), report.json and log.txt.
+First the vision encoder learns the renderer's own labels, then the whole model learns to answer, with lessons about
+what it finds hardest (`--lessons`). Time, not a number of steps, bounds the run; it counts from the end of imports.
+What is written to DIR: model.tar (the checkpoint's folder), resume.pt (float32 weights for `--resume`), report.json and
+log.txt.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Training:
         self.log_file = (self.out / "log.txt").open("w")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN plans anew for each of the hundreds of shapes of batches
         self.source = source
         source.pin = self.device.type == "cuda"
         self.trainee = Trainee(args.seed).to(self.device)
