@@ -18,16 +18,25 @@ import msgspec
 from spaceserve.feature_store.store import Ticket
 
 
+class VideoFrames(msgspec.Struct, frozen=True):
+    """Which frames of a video are encoded, and at which size the processor gets them."""
+
+    indices: tuple[int, ...]  # of the frames in the file, ascending
+    height: int  # pixels of each frame after the first resize; the processor's own rule comes after it
+    width: int
+
+
 class ImageSource(msgspec.Struct, frozen=True, tag=True):
-    """One image of a request, as the main process admitted it from its header."""
+    """One image or video of a request, as the main process admitted it from its header."""
 
     key: bytes  # content digest: bytes of the file, modality and processor settings (16 bytes)
     segment: str  # shared-memory segment that holds the encoded file
     num_bytes: int  # of the encoded file
-    height: int  # pixels, from the header, before any rotation
+    height: int  # pixels: of an image from the header, before any rotation; of a video's decoded frames
     width: int
     grid_thw: tuple[int, int, int]  # patches in time, height and width after the processor's resize rule
     num_tokens: int  # rows of features, equal to the placeholders in the prompt
+    video: VideoFrames | None = None  # None for an image
 
     @property
     def num_patches(self) -> int:
@@ -37,7 +46,7 @@ class ImageSource(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, tag=True):
-    """All images that request `rid` still needs; replaces an earlier one of the same rid with a lower `seq`."""
+    """All images and videos that `rid` still needs; replaces an earlier one of the same rid with a lower `seq`."""
 
     rid: str
     seq: int

@@ -51,6 +51,11 @@ class SegmentWriter:
         return name
 
 
+def path_of(name: str) -> Path:
+    """Where a segment lies, for readers that want a file."""
+    return SHM_DIR / name
+
+
 @contextmanager
 def read(name: str) -> Iterator[memoryview]:
     """Map a segment for reading.

@@ -1,4 +1,4 @@
-"""From the bytes of an image file to the patches that the encoder takes."""
+"""From the bytes of an image or video file to the patches that the encoder takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 
 from spaceserve import shared_memory
+from spaceserve.families import video_processor_settings
 from spaceserve.messages import ImageSource
+from spaceserve.video_file import BadVideo, read_frames
 
 
 class BadImage(ValueError):
@@ -43,20 +45,60 @@ def decode(source: ImageSource) -> Image.Image:
     return image
 
 
-class Preprocessor:
-    """The checkpoint's image processor, with the settings that the user gave, on one device."""
+def decode_video(source: ImageSource) -> torch.Tensor:
+    """Decode the frames that `source` names and give them the size that it states.
 
-    def __init__(self, image_processor: Any, image_config: Mapping[str, Any], device: torch.device) -> None:
-        self._processor = image_processor
-        self._kwargs = dict(image_config)
+    Returns:
+        uint8 `[frames, 3, height, width]` on the CPU.
+
+    Raises:
+        BadImage: the file is truncated, damaged, or its frames have another size than when it was admitted.
+        FileNotFoundError: the request has ended and its segment is gone.
+    """
+    import torchvision.transforms.functional as functional
+
+    assert source.video is not None
+    path = shared_memory.path_of(source.segment)
+    path.stat()  # a decoder has no error of its own for a file that is not there
+    try:
+        frames = read_frames(str(path), source.video.indices)
+    except BadVideo as error:
+        path.stat()
+        raise BadImage(str(error)) from error
+    if tuple(frames.shape[2:]) != (source.height, source.width):
+        raise BadImage(
+            f"the video decodes to {frames.shape[3]}x{frames.shape[2]}, its first frame had "
+            f"{source.width}x{source.height}"
+        )
+    resized: torch.Tensor = functional.resize(
+        frames, [source.video.height, source.video.width], interpolation=functional.InterpolationMode.BILINEAR
+    )
+    return resized
+
+
+class Preprocessor:
+    """The checkpoint's image and video processor, with the settings that the user gave, on one device.
+
+    Args:
+        processor: Hugging Face's processor of the checkpoint.
+        config: what the user gave as `--mm-process-config`.
+        device: where images are resized and cut.
+    """
+
+    def __init__(self, processor: Any, config: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
+        self._image_processor = processor.image_processor
+        self._video_processor = getattr(processor, "video_processor", None)
+        self._image_kwargs = dict(config.get("image", {}))
+        # SGLang has chosen the frames, and neither it nor we have the processor choose again.
+        self._video_kwargs = {**video_processor_settings(config.get("video", {})), "do_sample_frames": False}
         if device.type == "cuda":
-            self._kwargs["device"] = str(device)
+            self._image_kwargs["device"] = self._video_kwargs["device"] = str(device)
 
     def patches(self, image: Image.Image | torch.Tensor, source: ImageSource) -> torch.Tensor:
         """Resize, normalise and cut to patches.
 
         Args:
-            image: RGB; as a tensor uint8 `[3, height, width]`.
+            image: RGB; as a tensor uint8 `[3, height, width]`, for a video `[frames, 3, height, width]`.
             source: what the header said.
 
         Returns:
@@ -65,9 +107,15 @@ class Preprocessor:
         Raises:
             BadImage: the processor made another grid than the header promised; its placeholders would not fit.
         """
-        output = self._processor(images=[image], return_tensors="pt", **self._kwargs)
-        grid = tuple(int(n) for n in output["image_grid_thw"][0])
+        if source.video is None:
+            output = self._image_processor(images=[image], return_tensors="pt", **self._image_kwargs)
+            grid_name, pixels_name = "image_grid_thw", "pixel_values"
+        else:
+            assert self._video_processor is not None
+            output = self._video_processor(videos=[image], return_tensors="pt", **self._video_kwargs)
+            grid_name, pixels_name = "video_grid_thw", "pixel_values_videos"
+        grid = tuple(int(n) for n in output[grid_name][0])
         if grid != tuple(source.grid_thw):
-            raise BadImage(f"the image processor made a grid of {grid}, its header promised {source.grid_thw}")
-        pixels: torch.Tensor = output["pixel_values"]
+            raise BadImage(f"the processor made a grid of {grid}, the header promised {source.grid_thw}")
+        pixels: torch.Tensor = output[pixels_name]
         return pixels

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,8 +131,8 @@ def _serve(spec: WorkerSpec) -> None:
         DEFAULT_BATCH_CAPACITY_PATCHES if encoder.device.type == "cuda" else 1024
     )
     _warm_up(encoder, capacity)
-    image_config = spec.server_args.mm_process_config.get("image", {})
-    preprocessor = Preprocessor(_get_processor_wrapper(spec.server_args).image_processor, image_config, encoder.device)
+    processor = _get_processor_wrapper(spec.server_args)
+    preprocessor = Preprocessor(processor, spec.server_args.mm_process_config, encoder.device)
     num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))
     split = make_split(config, encoder.device, spec.server_args.model_path, channels.state_board(0))
     runner = BatchRunner(encoder, preprocessor, slab, split, num_threads)
@@ -149,7 +150,7 @@ def _serve(spec: WorkerSpec) -> None:
             outbox.connect(address)
         outboxes[address].send(encode(message))
 
-    def prepare(key: bytes, sources: list[ImageSource]) -> None:
+    def prepare(key: bytes, sources: Sequence[ImageSource]) -> None:
         if runner.num_prepared < MAX_PREPARED_AHEAD:
             runner.prepare(key, sources)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spaceserve.encoder.preprocess import BadImage, Preprocessor, decode
+from spaceserve.encoder.preprocess import BadImage, Preprocessor, decode, decode_video
 from spaceserve.feature_store.store import Ticket
 from spaceserve.messages import ImageSource
 from spaceserve.slab import Slab
@@ -40,11 +40,11 @@ class SourceGone(Exception):
 
 @dataclass
 class Batch:
-    """Images that go through the encoder together, each with the extent of the slab that its features fill."""
+    """Images and pieces of videos that go through the encoder together, each with the rows that its features fill."""
 
     tickets: list[Ticket]
     images: dict[bytes, ImageSource]  # by key: sizes of the image
-    sources: dict[bytes, list[ImageSource]]  # by key: segments that hold its file now; shared with the service
+    sources: dict[bytes, Sequence[ImageSource]]  # by key: segments that hold its file now; the service changes them
     started_s: float = field(default_factory=time.monotonic)
     failures: dict[bytes, ItemFailure] = field(default_factory=dict)
     encode_ms: float = 0.0  # from the first kernel to the last, on the encoder's stream
@@ -55,7 +55,8 @@ class Batch:
         return sum(image.num_patches for image in self.images.values())
 
 
-Prepared = torch.Tensor  # patches on the CPU, RGB bytes [3, height, width] on a GPU
+# Patches on the CPU; on a GPU the RGB bytes [3, height, width] of an image, [frames, 3, height, width] of a video.
+Prepared = torch.Tensor
 
 
 class BatchRunner:
@@ -91,7 +92,7 @@ class BatchRunner:
         """Images that are decoded, or being decoded, ahead of their batch."""
         return len(self._prepared)
 
-    def prepare(self, key: bytes, sources: list[ImageSource]) -> None:
+    def prepare(self, key: bytes, sources: Sequence[ImageSource]) -> None:
         """Decode an image ahead of its batch; a second call for the same key does nothing."""
         if key not in self._prepared:
             self._prepared[key] = self._prepare_pool.submit(self._prepare, sources)
@@ -102,15 +103,17 @@ class BatchRunner:
         if future is not None:
             future.cancel()
 
-    def _prepare(self, sources: list[ImageSource]) -> Prepared:
+    def _prepare(self, sources: Sequence[ImageSource]) -> Prepared:
         for source in list(sources):
             try:
-                image = decode(source)
+                image = decode(source) if source.video is None else decode_video(source)
             except FileNotFoundError:
                 continue
             if not self._on_gpu:
                 return self._preprocessor.patches(image, source)
             # Pinned, so that the copy to the device does not wait for the batch before it.
+            if isinstance(image, torch.Tensor):
+                return image.contiguous().pin_memory()
             rgb = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
             return rgb.view(image.height, image.width, 3).permute(2, 0, 1).contiguous().pin_memory()
         raise SourceGone
@@ -171,7 +174,9 @@ class BatchRunner:
     def _launch(self, batch: Batch, futures: dict[bytes, Future[Prepared]]) -> Callable[[], None] | None:
         pixels: list[torch.Tensor] = []
         tickets: list[Ticket] = []
-        with self._split.for_batch([image.num_patches for image in batch.images.values()]) as timing:
+        # Attention ends at the temporal slice, so a slice of a video costs as much as an image of its size.
+        sizes = [n for t, h, w in (image.grid_thw for image in batch.images.values()) for n in [h * w] * t]
+        with self._split.for_batch(sizes) as timing:
             for ticket in batch.tickets:
                 source = batch.images[ticket.key]
                 try:

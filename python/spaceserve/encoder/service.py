@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from spaceserve.encoder.pieces import Pieces
 from spaceserve.encoder.runner import Batch, ItemFailure
 from spaceserve.encoder_schedule.queue import EncodeItem, EncodeQueue
 from spaceserve.feature_store.store import FeatureStore, ItemTooLarge, Ticket
@@ -54,8 +55,8 @@ class EncoderService:
         queue: order of the work.
         epoch: of this worker; goes into every answer.
         send: delivers an answer to the scheduler at the given address.
-        prepare: an image will be encoded; its file may be decoded ahead (key, segments that hold it).
-        forget: nobody wants the image any more.
+        prepare: an image, or a piece of a video, will be encoded and may be decoded ahead (key, segments that hold it).
+        forget: nobody wants it any more.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class EncoderService:
         queue: EncodeQueue,
         epoch: int,
         send: Callable[[str, ToScheduler], None],
-        prepare: Callable[[bytes, list[ImageSource]], None] = lambda key, sources: None,
+        prepare: Callable[[bytes, Sequence[ImageSource]], None] = lambda key, sources: None,
         forget: Callable[[bytes], None] = lambda key: None,
     ) -> None:
         self.store = store
@@ -76,6 +77,7 @@ class EncoderService:
         self._tries: dict[str, _Try] = {}  # by id
         self._current: dict[str, _Try] = {}  # by rid
         self._sources: dict[bytes, list[ImageSource]] = {}
+        self._pieces = Pieces(queue.batch_capacity_patches)
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._num_in_flight = 0
         self._in_flight_since: OrderedDict[int, float] = OrderedDict()
@@ -134,11 +136,18 @@ class EncoderService:
             self._enqueue(attempt)
 
     def _enqueue(self, attempt: _Try) -> None:
-        missing = [item for key, item in attempt.items.items() if self.store.ticket(key) is None]
+        missing = [key for key in attempt.items if self.store.ticket(key) is None]
+        work = [piece for key in missing for piece in self._pieces.left(self._sources[key][0])]
         # With every feature present it still has to hold them, for which it waits its turn like the others.
-        self.queue.add(attempt.id, missing or list(attempt.items.values()), attempt.arrival_s)
-        for item in missing:
-            self._prepare(item.key, self._sources[item.key])
+        self.queue.add(attempt.id, work or list(attempt.items.values()), attempt.arrival_s)
+        for key in missing:
+            self._prepare_ahead(key)
+
+    def _prepare_ahead(self, key: bytes) -> None:
+        """Decode the next piece; later ones wait, as the frames of a long video would fill the memory."""
+        piece = self._pieces.next_piece(self._sources[key][0])
+        if piece is not None:
+            self._prepare(piece, self._pieces.sources(piece, self._sources[key]))
 
     def _drop(self, rid: str) -> None:
         attempt = self._current.pop(rid, None)
@@ -152,7 +161,16 @@ class EncoderService:
                 sources.remove(source)
         for key in self.store.release(attempt.id):
             self._sources.pop(key, None)
-            self._forget(key)
+            if not self._pieces.is_in_flight(key):
+                self._give_up(key)
+
+    def _give_up(self, key: bytes) -> None:
+        """The image or video will not be encoded, or not to its end: what is decoded, and its extent, can go."""
+        pieces, begun = self._pieces.close(key)
+        for piece in pieces:
+            self._forget(piece)
+        if begun:
+            self.store.fail(key)
 
     # ---- batches
 
@@ -184,10 +202,13 @@ class EncoderService:
         for item in items:
             for try_id in self.queue.wanted(item.key):
                 touched[try_id] = None
-            if self.store.ticket(item.key) is not None:
+            key = self._pieces.whole(item.key)
+            if self.store.ticket(key) is not None:
                 done.append(item.key)  # it only waited to be held
+            elif not self._pieces.is_piece(item.key, self._sources[key][0]):
+                done.append(item.key)  # a video that waited to be held and was evicted: its pieces come in its place
             else:
-                tickets.append(self.store.begin_encode(item.key))
+                tickets.append(self._pieces.begin(item.key, self.store))
         self.queue.items_done(done)
         for try_id in touched:
             self._add_evicted(self._tries[try_id])
@@ -196,7 +217,12 @@ class EncoderService:
         if not tickets:
             return None
         self._num_in_flight += 1
-        sources = {ticket.key: self._sources[ticket.key] for ticket in tickets}
+        sources: dict[bytes, Sequence[ImageSource]] = {}
+        for ticket in tickets:
+            key = self._pieces.whole(ticket.key)
+            sources[ticket.key] = self._pieces.sources(ticket.key, self._sources[key])
+            if ticket.key != key:
+                self._prepare_ahead(key)
         images = {key: segments[0] for key, segments in sources.items()}
         batch = Batch(tickets, images, sources, started_s=now_s)
         self._in_flight_since[id(batch)] = now_s
@@ -206,7 +232,8 @@ class EncoderService:
         """Features that were there when the request came may have been evicted before it could hold them."""
         keys = self.store.keys_to_encode(attempt.id)
         if keys:
-            self.queue.add(attempt.id, [attempt.items[key] for key in keys], attempt.arrival_s)
+            work = [piece for key in keys for piece in self._pieces.left(self._sources[key][0])]
+            self.queue.add(attempt.id, work, attempt.arrival_s)
             self.queue.mark_reserved(attempt.id)
 
     def finish(self, batch: Batch, now_s: float) -> None:
@@ -215,22 +242,36 @@ class EncoderService:
         del self._in_flight_since[id(batch)]
         for ticket in batch.tickets:
             failure = batch.failures.get(ticket.key)
+            key = self._pieces.whole(ticket.key)
+            self._pieces.end(ticket.key, encoded=failure is None)
             if failure is None:
-                self.num_encoded += 1
-                self.store.commit(ticket.key)
                 self.queue.items_done([ticket.key])
-                self._advance_all(ticket.key)
-            elif failure.source_gone and self._sources.get(ticket.key):
-                # A request that came meanwhile brought the same image: encode it from there.
-                self.store.fail(ticket.key)
+            elif failure.source_gone and self._sources.get(key):
+                # A request that came meanwhile brought the same file: encode it from there.
                 self.queue.requeue([ticket.key])
             else:
-                self.num_failed += 1
-                self.queue.items_failed([ticket.key])
-                for try_id in self.store.fail(ticket.key):
-                    attempt = self._tries[try_id]
-                    self._answer_failure(attempt, failure)
-                    self._drop(attempt.request.rid)
+                self.queue.items_failed(self._pieces.fail(key, failure))
+            self._settle(key)
+
+    def _settle(self, key: bytes) -> None:
+        """The device has finished a piece of an image or video: see what becomes of the whole."""
+        failure = self._pieces.failure(key)
+        if failure is None and self._pieces.is_complete(key):
+            self._pieces.close(key)
+            self.num_encoded += 1
+            self.store.commit(key)
+            self._advance_all(key)
+        elif self._pieces.is_in_flight(key):
+            return  # its extent is still written to
+        elif failure is not None:
+            self.num_failed += 1
+            tries = [self._tries[try_id] for try_id in self.store.wanted_by(key)]
+            self._give_up(key)
+            for attempt in tries:
+                self._answer_failure(attempt, failure)
+                self._drop(attempt.request.rid)
+        elif not self.store.wanted_by(key):
+            self._give_up(key)
 
     def oldest_in_flight_s(self, now_s: float) -> float:
         """Age of the oldest batch under way, in seconds; 0 with none."""
@@ -289,3 +330,4 @@ class EncoderService:
             assert stats.reserved_blocks == 0, "room is reserved for nobody"
             assert stats.free_blocks + stats.cached_blocks == stats.num_blocks
             assert not any(self._sources.values()), "sources are kept for nobody"
+            assert len(self._pieces) == 0, "pieces are kept for nobody"

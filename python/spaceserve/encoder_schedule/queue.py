@@ -214,6 +214,11 @@ class EncodeQueue:
 
     # ---- what one can see
 
+    @property
+    def batch_capacity_patches(self) -> int:
+        """Most patches in one forward, but for a single larger item."""
+        return self._capacity_patches
+
     def __len__(self) -> int:
         """Items pending: what `next_batch` may still pick."""
         return len(self._pending_sizes)

@@ -1,18 +1,16 @@
-"""Admission of requests with images in the main process.
+"""Admission of requests with images and videos in the main process.
 
 From the header of each image alone: its size gives the number of placeholders and their positions, a keyed hash of
 its bytes gives the identity under which the RadixCache and the feature store know it. The bytes go to shared memory
-once; pixels are made in the encoder worker only.
+once; pixels are made in the encoder worker only, but for a video's first frame, whose size counts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -20,28 +18,23 @@ import zmq
 
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
-from spaceserve.families import Family, image_grid
-from spaceserve.feature_store.content import content_digest, new_key
+from spaceserve.families import Family, seconds_per_grid
 from spaceserve.feature_store.pad_values import PadValueRegistry
-from spaceserve.frontend.fetch import BadImageInput, fetch_bytes, is_remote, read_header
+from spaceserve.frontend.media import MediaAdmission
 from spaceserve.hooks import Hook
 from spaceserve.messages import EncodeRequest, FinishRequest, ImageSource, ToWorker, encode
 from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY, rid_of, worker_id
-from spaceserve.shared_memory import OutOfSharedMemory, SegmentWriter, unlink
+from spaceserve.shared_memory import unlink
 
 logger = logging.getLogger(__name__)
-
-DOWNLOAD_THREADS = 32
 
 
 class Admission:
     """Turns a request's images into placeholders and sources, and hands new ones to the encoder worker at once."""
 
     def __init__(self, config: SpaceServeConfig, channels: Channels) -> None:
-        self._config = config
-        self._segments = SegmentWriter(channels.shm_prefix)
+        self._media = MediaAdmission(config, channels.shm_prefix)
         self._pad_values = PadValueRegistry()
-        self._content_key = new_key()
         self._reply_to = channels.features(0)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._outbox = context.socket(zmq.PUSH)
@@ -53,75 +46,41 @@ class Admission:
         self._may_ask_early = channels.dp_size == 1
         self._not_dispatched: dict[str, tuple[str, list[ImageSource]]] = {}  # by rid: worker_id and sources
         self._admissions = itertools.count()
-        self._download_pool = ThreadPoolExecutor(DOWNLOAD_THREADS, thread_name_prefix="download")
 
     def send(self, message: ToWorker) -> None:
         """Hand a message to the encoder worker; never blocks."""
         with self._outbox_lock:
             self._outbox.send(encode(message))
 
-    # ---- one image, in a thread
-
-    def _admit_image(self, processor: Any, image: Any) -> ImageSource:
-        max_bytes = int(self._config.encoder_max_image_mb * 1e6)
-        fetched = read_header(fetch_bytes(image, max_bytes), self._config.encoder_max_image_pixels)
-        settings = processor.image_config
-        try:
-            grid = image_grid(processor._processor.image_processor, settings, fetched.height, fetched.width)
-        except ValueError as error:
-            raise BadImageInput(f"the image cannot be resized: {error}") from error
-        digest = content_digest(fetched.data, "image", settings, key=self._content_key)
-        try:
-            segment = self._segments.write(fetched.data)
-        except OutOfSharedMemory as error:
-            from fastapi import HTTPException
-
-            raise HTTPException(503, str(error)) from error
-        merge = settings.get("merge_size", processor.spatial_merge_size)
-        num_tokens = grid[0] * grid[1] * grid[2] // merge**2
-        return ImageSource(digest, segment, len(fetched.data), fetched.height, fetched.width, grid, num_tokens)
-
-    async def _admit_images(self, processor: Any, images: Sequence[Any]) -> list[ImageSource]:
-        # Downloads have threads of their own: slow servers must not hold up images that are here already.
-        futures = [
-            (self._download_pool if is_remote(image) else processor.io_executor).submit(
-                self._admit_image, processor, image
-            )
-            for image in images
-        ]
-        try:
-            results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
-        except asyncio.CancelledError:  # the client is gone; what threads still write must not stay
-            for future in futures:
-                future.add_done_callback(_discard)
-            raise
-        errors = [(i, result) for i, result in enumerate(results) if isinstance(result, BaseException)]
-        sources = [result for result in results if isinstance(result, ImageSource)]
-        if errors:
-            for source in sources:
-                unlink(source.segment)
-            position, error = errors[0]
-            if isinstance(error, BadImageInput) and len(images) > 1:
-                raise BadImageInput(f"image {position + 1} of {len(images)}: {error}") from error
-            raise error
-        return sources
-
     # ---- one request
 
-    async def process(self, processor: Any, images: Sequence[Any], prompt: str | list[int], request: Any) -> Any:
+    async def process(
+        self,
+        family: Family,
+        processor: Any,
+        images: Sequence[Any],
+        videos: Sequence[Any],
+        prompt: str | list[int],
+        request: Any,
+    ) -> Any:
         """What SGLang's processor of the family would return, without pixels.
 
         Raises:
             ValueError: the client's fault, HTTP 400.
         """
-        from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+        from sglang.srt.managers.schedule_batch import Modality, MultimodalProcessorOutput
 
         input_ids = _tokenize(processor, prompt)
-        token_id = processor.mm_tokens.image_token_id
-        num_placeholders = input_ids.count(token_id)
-        if num_placeholders != len(images):
-            raise ValueError(f"the prompt has {num_placeholders} image placeholders, {len(images)} images were given")
-        sources = await self._admit_images(processor, images)
+        tokens = processor.mm_tokens
+        for what, token_id, media in (
+            ("image", tokens.image_token_id, images),
+            ("video", tokens.video_token_id, videos),
+        ):
+            num_placeholders = input_ids.count(token_id)
+            if num_placeholders != len(media):
+                raise ValueError(f"the prompt has {num_placeholders} {what} placeholders, {len(media)} were given")
+        image_sources, video_sources = await self._media.admit(processor, images, videos)
+        sources = image_sources + video_sources
         identity = worker_id(request.rid, f"m{next(self._admissions)}")
         self._not_dispatched[request.rid] = identity, sources
         # A caller's own hash would decide whose features and whose cached prefix this request reads.
@@ -130,39 +89,41 @@ class Admission:
         pads = self._pad_values.assign([source.key for source in sources])
         if pads.radix_extra_key is not None:
             request.extra_key = f"{request.extra_key or ''}{pads.radix_extra_key}"
-        expanded = processor._expand_input_ids(input_ids, [source.num_tokens for source in sources], token_id)
         # What was seen before may be in the RadixCache, and need no encode: the scheduler looks. New images go now.
         ask_now = self._may_ask_early and all(is_new)
+        expanded = processor._expand_input_ids(
+            input_ids, [source.num_tokens for source in image_sources], tokens.image_token_id
+        )
+        expanded = processor._expand_input_ids(
+            expanded, [source.num_tokens for source in video_sources], tokens.video_token_id
+        )
         items = []
-        position = 0
-        for source, mm_hash in zip(sources, pads.item_hashes, strict=True):
-            first = expanded.index(token_id, position)
-            position = first + source.num_tokens
-            item = MultimodalDataItem(
-                modality=Modality.IMAGE,
-                offsets=[(first, position - 1)],
-                model_specific_data={
-                    "image_grid_thw": torch.tensor([source.grid_thw], dtype=torch.long),
-                    SOURCE_KEY: source,
-                    OWNER_KEY: identity,
-                    ASKED_KEY: ask_now,
-                },
-            )
-            item.set_hash(mm_hash)
-            items.append(item)
+        hashes = iter(pads.item_hashes)
+        for modality, name, token_id, group in (
+            (Modality.IMAGE, "image_grid_thw", tokens.image_token_id, image_sources),
+            (Modality.VIDEO, "video_grid_thw", tokens.video_token_id, video_sources),
+        ):
+            position = 0
+            for source, mm_hash in zip(group, hashes, strict=False):
+                first = expanded.index(token_id, position)
+                position = first + source.num_tokens
+                item = _placeholder_item(modality, first, source, identity, ask_now)
+                item.model_specific_data[name] = torch.tensor([source.grid_thw], dtype=torch.long)
+                item.set_hash(mm_hash)
+                items.append(item)
         if ask_now:
             distinct = {source.key: source for source in sources}
             self.send(EncodeRequest(identity, 0, list(distinct.values()), self._reply_to))
-        mrope_positions, mrope_position_delta = processor.compute_mrope_positions(expanded, items)
+        mrope_positions, mrope_position_delta = _positions(family, processor, expanded, items, video_sources)
         return MultimodalProcessorOutput(
             input_ids=expanded,
             padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(expanded, items),
             mm_items=items,
             im_start_id=processor.vision_start_token_id,
             im_end_id=processor.vision_end_token_id,
-            im_token_id=token_id,
-            video_token_id=processor.mm_tokens.video_token_id,
-            audio_token_id=processor.mm_tokens.audio_token_id,
+            im_token_id=tokens.image_token_id,
+            video_token_id=tokens.video_token_id,
+            audio_token_id=tokens.audio_token_id,
             mrope_positions=mrope_positions,
             mrope_position_delta=mrope_position_delta,
         )
@@ -189,9 +150,44 @@ class Admission:
             self.send(FinishRequest(identity))
 
 
-def _discard(future: Future[ImageSource]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        unlink(future.result().segment)
+def _positions(
+    family: Family, processor: Any, input_ids: list[int], items: list[Any], videos: Sequence[ImageSource]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """M-RoPE positions `[3, len(input_ids)]` and their offset from the token's index `[1, 1]`."""
+    if not videos or not family.has_seconds_per_grid:
+        positions, delta = processor.compute_mrope_positions(input_ids, items)
+        return positions, delta
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+    video_processor = processor._processor.video_processor
+    counts = [len(source.video.indices) for source in videos if source.video is not None]
+    grids = {
+        name: [item.model_specific_data[name] for item in items if name in item.model_specific_data]
+        for name in ("image_grid_thw", "video_grid_thw")
+    }
+    # `compute_mrope_positions` leaves out the seconds.
+    positions, delta = MRotaryEmbedding.get_rope_index(
+        spatial_merge_size=processor.spatial_merge_size,
+        image_token_id=processor.mm_tokens.image_token_id,
+        video_token_id=processor.mm_tokens.video_token_id,
+        vision_start_token_id=processor.vision_start_token_id,
+        model_type=processor.model_type,
+        tokens_per_second=processor._tokens_per_second,
+        input_ids=torch.tensor([input_ids], dtype=torch.long),
+        second_per_grid_ts=[seconds_per_grid(video_processor, count) for count in counts],
+        **{name: torch.cat(found) if found else None for name, found in grids.items()},
+    )
+    return positions.squeeze(1), delta
+
+
+def _placeholder_item(modality: Any, first: int, source: ImageSource, identity: str, asked: bool) -> Any:
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem
+
+    return MultimodalDataItem(
+        modality=modality,
+        offsets=[(first, first + source.num_tokens - 1)],
+        model_specific_data={SOURCE_KEY: source, OWNER_KEY: identity, ASKED_KEY: asked},
+    )
 
 
 def _tokenize(processor: Any, prompt: str | list[int]) -> list[int]:
@@ -231,15 +227,19 @@ def admission_hooks(admission: Admission, family: Family) -> list[Hook]:
         prompt = kwargs.get("input_text", args[1] if len(args) > 1 else None)
         assert request is not None
         assert prompt is not None
-        if request.video_data or request.audio_data:
-            raise ValueError("video and audio are not supported with an encoder worker; see --encoder-worker off")
-        images = list(image_data or [])
-        formats = {_preprocessed_format(processor, image) for image in images}
-        if formats == {"PRECOMPUTED_EMBEDDING"} and all(torch.is_tensor(image.get("feature")) for image in images):
+        if request.audio_data:
+            raise ValueError("audio is not supported with an encoder worker; see --encoder-worker off")
+        images, videos = list(image_data or []), list(request.video_data or [])
+        formats = {_preprocessed_format(processor, medium) for medium in images + videos}
+        if formats == {"PRECOMPUTED_EMBEDDING"} and all(
+            torch.is_tensor(medium.get("feature")) for medium in images + videos
+        ):
             return await original(processor, image_data, *args, **kwargs)
         if formats - {None}:
-            raise ValueError("preprocessed images are not supported with an encoder worker: send the image itself")
-        return await admission.process(processor, images, prompt, request)
+            raise ValueError(
+                "preprocessed images and videos are not supported with an encoder worker: send the file itself"
+            )
+        return await admission.process(family, processor, images, videos, prompt, request)
 
     async def tokenize(original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         check_in_vocabulary(obj.input_ids, manager.model_config.vocab_size)

@@ -1,4 +1,4 @@
-"""Getting an image's bytes and reading its header, in a thread; nothing is decoded here."""
+"""Getting the bytes of an image or video and reading an image's header, in a thread; nothing is decoded here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".
 
 
 class BadImageInput(ValueError):
-    """The image cannot be had or is not one; the client gets HTTP 400 with this reason."""
+    """The image or video cannot be had or is not one; the client gets HTTP 400 with this reason."""
 
 
 # A whole download; `REQUEST_TIMEOUT`, as in SGLang, bounds each wait for the server.
@@ -44,7 +44,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
 
-def _download(url: str, max_bytes: int) -> bytes:
+def _download(url: str, max_bytes: int, what: str) -> bytes:
     import requests
     from sglang.srt.utils.common import get_mm_http_session
 
@@ -58,34 +58,44 @@ def _download(url: str, max_bytes: int) -> bytes:
             while chunk := response.raw.read1(1 << 16, decode_content=True):
                 num_bytes += len(chunk)
                 if num_bytes > max_bytes:
-                    raise BadImageInput(f"the image at {_shorten(url)} is larger than {max_bytes / 1e6:g} MB")
+                    raise BadImageInput(f"the {what} at {_shorten(url)} is larger than {max_bytes / 1e6:g} MB")
                 if time.monotonic() > deadline_s:
-                    raise BadImageInput(f"the image at {_shorten(url)} took longer than {DOWNLOAD_LIMIT_S:g} s")
+                    raise BadImageInput(f"the {what} at {_shorten(url)} took longer than {DOWNLOAD_LIMIT_S:g} s")
                 chunks.append(chunk)
             return b"".join(chunks)
     except (HTTPError, ValueError) as error:
         if isinstance(error, BadImageInput):
             raise
-        raise BadImageInput(f"the image at {_shorten(url)} cannot be fetched: {error}") from error
+        raise BadImageInput(f"the {what} at {_shorten(url)} cannot be fetched: {error}") from error
     except requests.exceptions.RequestException as error:
-        raise BadImageInput(f"the image at {_shorten(url)} cannot be fetched: {error}") from error
+        raise BadImageInput(f"the {what} at {_shorten(url)} cannot be fetched: {error}") from error
 
 
-def _read_file(path: str, max_bytes: int) -> bytes:
+def _read_file(path: str, max_bytes: int, what: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read(max_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a path that none can be, as with a null byte
         reason = getattr(error, "strerror", None) or error
-        raise BadImageInput(f"the image {_shorten(path)} cannot be read: {reason}") from error
+        raise BadImageInput(f"the {what} {_shorten(path)} cannot be read: {reason}") from error
 
 
-def fetch_bytes(image: Any, max_bytes: int) -> bytes:
-    """The bytes of an image given in any of the forms that SGLang takes.
+def _is_path(text: str, what: str) -> bool:
+    if what == "image":
+        return text.lower().endswith(IMAGE_EXTENSIONS)
+    try:  # as SGLang does: a video's name may end in anything
+        return os.path.isfile(unquote(urlparse(text).path))
+    except ValueError:
+        return False
+
+
+def fetch_bytes(image: Any, max_bytes: int, what: str = "image") -> bytes:
+    """The bytes of an image or video given in any of the forms that SGLang takes.
 
     Args:
         image: bytes, a PIL image, an object with a `url`, or a string: http(s) URL, file URL or path, data URL, base64.
         max_bytes: most bytes accepted.
+        what: "image" or "video".
 
     Raises:
         BadImageInput: unreachable, unreadable, empty, too large, or in no known form.
@@ -93,30 +103,30 @@ def fetch_bytes(image: Any, max_bytes: int) -> bytes:
     image = getattr(image, "url", image)
     if isinstance(image, bytes):
         data = image
-    elif isinstance(image, Image.Image):
+    elif isinstance(image, Image.Image) and what == "image":
         buffer = io.BytesIO()
         image.save(buffer, format="PNG", compress_level=1)
         data = buffer.getvalue()
     elif not isinstance(image, str):
-        raise BadImageInput(f"an image cannot be given as {type(image).__name__}")
+        raise BadImageInput(f"the {what} cannot be given as {type(image).__name__}")
     elif image.startswith(("http://", "https://")):
-        data = _download(image, max_bytes)
+        data = _download(image, max_bytes, what)
     elif image.startswith("file://"):
-        data = _read_file(unquote(urlparse(image).path), max_bytes)
-    elif not image.startswith("data:") and image.lower().endswith(IMAGE_EXTENSIONS):
-        data = _read_file(image, max_bytes)
+        data = _read_file(unquote(urlparse(image).path), max_bytes, what)
+    elif not image.startswith("data:") and _is_path(image, what):
+        data = _read_file(image, max_bytes, what)
     else:
         encoded = image.partition(",")[2] if image.startswith("data:") else image
         if len(encoded) > max_bytes // 3 * 4 + 4:
-            raise BadImageInput(f"the image is larger than {max_bytes / 1e6:g} MB")
+            raise BadImageInput(f"the {what} is larger than {max_bytes / 1e6:g} MB")
         try:
             data = pybase64.b64decode(encoded, validate=True)
         except ValueError as error:
-            raise BadImageInput(f"the image is neither a URL nor valid base64: {error}") from error
+            raise BadImageInput(f"the {what} is neither a URL nor valid base64: {error}") from error
     if not data:
-        raise BadImageInput("the image is empty (0 bytes)")
+        raise BadImageInput(f"the {what} is empty (0 bytes)")
     if len(data) > max_bytes:
-        raise BadImageInput(f"the image is larger than {max_bytes / 1e6:g} MB")
+        raise BadImageInput(f"the {what} is larger than {max_bytes / 1e6:g} MB")
     return data
 
 
