@@ -174,6 +174,23 @@ def test_an_answer_that_overtakes_its_request_is_kept(bench: Bench) -> None:
     assert bench.scheduling_pass() == ["r"]
 
 
+def test_an_answer_without_a_request_expires_on_all_ranks_alike(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = EncoderGate(FeatureView(), None, timeout_s=60)  # a rank without a link and without a clock
+    answer = FeaturesReady(worker_id("gone", "m0"), 0, 0, [])
+    for gate in (bench.gate, other):
+        gate.on_message(answer)
+    assert bench.gate.incoming() == other.incoming() == []
+    monkeypatch.setattr("spaceserve.scheduler.gate.EARLY_ANSWER_S", -1.0)
+    assert other.incoming() == []
+    assert bench.link.sent == []
+    (expired,) = bench.gate.incoming()
+    assert [len(gate._early) for gate in (bench.gate, other)] == [1, 1]
+    for gate in (bench.gate, other):
+        gate.on_message(expired)
+    assert [len(gate._early) for gate in (bench.gate, other)] == [0, 0]
+    assert bench.link.sent == [FinishRequest(answer.rid)]
+
+
 def test_images_in_the_radix_cache_are_not_asked_for(bench: Bench) -> None:
     bench.arrive("all", "a", "b", prefix_len=20)
     bench.arrive("first", "a", "b", prefix_len=10)

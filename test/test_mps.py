@@ -173,6 +173,18 @@ def test_own_daemon_starts_answers_and_ends(environ: dict[str, str], caplog: pyt
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_the_daemon_numbers_no_device_anew(environ: dict[str, str]) -> None:
+    """With CUDA_VISIBLE_DEVICES in both, clients would count among the devices that the daemon has counted already."""
+    with daemon(environ, CUDA_VISIBLE_DEVICES="1") as running:
+        for _ in range(2):
+            (pid,) = own_processes()
+            names = [entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+            assert b"SPACESERVE_TEST" in names
+            assert b"CUDA_VISIBLE_DEVICES" not in names
+            assert "CUDA_VISIBLE_DEVICES" not in running.client_environ  # clients keep the user's
+            assert running.restart()
+
+
 def test_two_servers_have_daemons_of_their_own(environ: dict[str, str]) -> None:
     with daemon(environ) as first, daemon(environ) as second:
         assert first.pipe_directory != second.pipe_directory

@@ -23,10 +23,10 @@ from spaceserve.feature_store.store import Ticket
 from spaceserve.frontend.admission import check_in_vocabulary
 from spaceserve.frontend.fetch import BadImageInput, fetch_bytes, read_header
 from spaceserve.hooks import Hook, HookError, install, verify
-from spaceserve.launch_server import split_obstacle
+from spaceserve.launch_server import parse_args, split_obstacle
 from spaceserve.messages import ImageSource
 from spaceserve.processes import WithEnvironment
-from spaceserve.slab import Slab, SlabHandle
+from spaceserve.slab import Slab, SlabHandle, _open_cuda_ipc
 
 pytestmark = pytest.mark.cpu
 
@@ -137,6 +137,27 @@ def test_a_slab_is_shared_and_views_copy_nothing() -> None:
         assert torch.equal(other.view(0, 8), torch.zeros(8, 4))
     finally:
         shared_memory.unlink(segment)
+
+
+@pytest.mark.parametrize(("refusing", "opened_on"), [((), 1), ((1,), 0)])
+def test_a_rank_maps_the_slab_on_its_own_device_where_it_can(
+    refusing: tuple[int, ...], opened_on: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor's kernels run on its device: on the owner's, a rank would need a second context and copies."""
+
+    def open_shared(device: int, *rest: Any) -> tuple[Any, ...]:
+        if device in refusing:
+            raise RuntimeError("peer access is not supported between these two devices")
+        return device, *rest
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_shared)
+    handle = (0, b"memory", 640, 128, b"counter", 0, b"event", True)
+    index, storage = _open_cuda_ipc(handle, reader=1)
+    assert index == opened_on
+    assert storage == (opened_on, *handle[1:7], False)
+    if refusing:
+        with pytest.raises(RuntimeError, match="peer access"):
+            _open_cuda_ipc((1, *handle[1:]), reader=1)
 
 
 def test_a_slab_without_room_leaves_nothing() -> None:
@@ -314,6 +335,20 @@ def test_what_cannot_be_split_is_said() -> None:
     obstacle = split_obstacle(stock_settings(), find_family(["LlavaForConditionalGeneration"]))
     assert obstacle is not None
     assert "LlavaForConditionalGeneration" in obstacle
+
+
+@pytest.mark.parametrize("argument", ["--tp", "--tp-size", "--tensor-parallel-size"])
+def test_our_options_make_none_of_sglangs_ambiguous(argument: str) -> None:
+    namespace = parse_args(["--model-path", "somewhere", argument, "2", "--tpot-target-ms", "20"])
+    assert namespace.tp_size == 2
+    assert namespace.tpot_target_ms == 20
+
+
+def test_our_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are read once more before SGLang's are known, where an abbreviation means nothing."""
+    with pytest.raises(SystemExit):
+        parse_args(["--model-path", "somewhere", "--encoder-work", "off"])
+    assert "--encoder-work" in capsys.readouterr().err
 
 
 def test_a_process_gets_its_parents_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from spaceserve.scheduler.tracking import (
     ASKED_KEY,
     OWNER_KEY,
     SOURCE_KEY,
+    AnswersExpired,
     Phase,
     TrackedImage,
     TrackedRequest,
@@ -107,11 +108,11 @@ class EncoderGate:
 
     # ---- the entry rank's input
 
-    def incoming(self) -> list[ToScheduler]:
+    def incoming(self) -> list[ToScheduler | AnswersExpired]:
         """Messages for all ranks, from the worker and from this rank's clock; empty on other ranks."""
         if self._link is None:
             return []
-        messages = list(self._link.drain())
+        messages: list[ToScheduler | AnswersExpired] = list(self._link.drain())
         now_s = time.monotonic()
         for tracked in self._tracked.values():
             overdue = tracked.phase is Phase.WAITING and tracked.failure is None
@@ -120,17 +121,17 @@ class EncoderGate:
                 messages.append(
                     FeaturesFailed(tracked.worker_id, -1, self._epoch, HTTPStatus.SERVICE_UNAVAILABLE, reason)
                 )
-        self._sweep(now_s)
+        expired = [identity for identity, (_, came_s) in self._early.items() if now_s - came_s > EARLY_ANSWER_S]
+        if expired:
+            messages.append(AnswersExpired(expired))
+        self._unlink_segments(now_s)
         return messages
 
-    def _sweep(self, now_s: float) -> None:
+    def _unlink_segments(self, now_s: float) -> None:
         while self._ended_segments and now_s - self._ended_segments[0][0] > SEGMENT_GRACE_S:
             _, segment = self._ended_segments.popleft()
             if segment not in self._segment_users:
                 shared_memory.unlink(segment)
-        for identity in [name for name, (_, came_s) in self._early.items() if now_s - came_s > EARLY_ANSWER_S]:
-            del self._early[identity]
-            self._send(FinishRequest(identity))
 
     def _send(self, message: ToWorker) -> None:
         if self._link is not None:
@@ -138,9 +139,13 @@ class EncoderGate:
 
     # ---- messages, the same on all ranks
 
-    def on_message(self, message: ToScheduler) -> None:
-        """Take in one message of the encoder worker."""
-        if isinstance(message, WorkerUp):
+    def on_message(self, message: ToScheduler | AnswersExpired) -> None:
+        """Take in one message of the encoder worker, or of the entry rank's clock."""
+        if isinstance(message, AnswersExpired):
+            for identity in message.worker_ids:
+                if self._early.pop(identity, None) is not None:
+                    self._send(FinishRequest(identity))
+        elif isinstance(message, WorkerUp):
             self._on_worker_up(message)
         elif isinstance(message, WorkerDown):
             self._down_reason = message.reason

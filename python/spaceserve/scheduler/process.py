@@ -23,6 +23,7 @@ from spaceserve.scheduler.link import EncoderLink
 from spaceserve.scheduler.publisher import DecodePublisher
 from spaceserve.scheduler.side_lanes import lanes_for
 from spaceserve.scheduler.side_prefill import SidePrefill, side_prefill_hooks
+from spaceserve.scheduler.tracking import AnswersExpired
 
 # While everything waits for the encoder, the scheduler sleeps up to this long instead of spinning.
 IDLE_POLL_MS = 5
@@ -67,7 +68,7 @@ def gate_hooks(
         from sglang.utils import TypeBasedDispatcher
 
         gate.attach(scheduler)
-        ours = (WorkerUp, WorkerDown, FeaturesReady, FeaturesFailed)
+        ours = (WorkerUp, WorkerDown, FeaturesReady, FeaturesFailed, AnswersExpired)
         scheduler._request_dispatcher += TypeBasedDispatcher([(kind, gate.on_message) for kind in ours])
 
     def pull_messages(result: list[Any] | None, receiver: Any) -> list[Any] | None:

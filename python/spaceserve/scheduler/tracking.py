@@ -24,6 +24,16 @@ def rid_of(identity: str) -> str:
     return identity.rpartition("@")[0]
 
 
+@dataclass(frozen=True)
+class AnswersExpired:
+    """From the entry rank's clock to all ranks: these answers wait no longer for their requests.
+
+    Ranks that dropped them by clocks of their own would disagree on a request that comes at that very moment.
+    """
+
+    worker_ids: list[str]
+
+
 class Phase(Enum):
     """Where a request with images stands."""
 
