@@ -171,15 +171,22 @@ def encoded(image: Image.Image, image_format: str = "PNG", **save: Any) -> bytes
     return buffer.getvalue()
 
 
-def data_url(data: bytes, image_format: str = "png") -> str:
+def data_url(data: bytes, file_format: str = "png", *, kind: str = "image") -> str:
     """A data URL of the file."""
-    return f"data:image/{image_format};base64,{base64.b64encode(data).decode()}"
+    return f"data:{kind}/{file_format};base64,{base64.b64encode(data).decode()}"
 
 
 def user(text: str, *urls: str) -> dict[str, Any]:
     """A user's message with images before the text."""
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def user_with_videos(text: str, videos: Sequence[str], images: Sequence[str] = ()) -> dict[str, Any]:
+    """A user's message with videos, then images, then the text."""
+    parts: list[dict[str, Any]] = [{"type": "video_url", "video_url": {"url": url}} for url in videos]
+    message = user(text, *images)
+    return {**message, "content": [*parts, *message["content"]]}
 
 
 def picture_url(seed: int, width: int = 224, height: int = 168) -> str:

@@ -17,7 +17,8 @@ import psutil
 import pytest
 import requests
 
-from servers import Server, data_url, encoded, free_port, picture, picture_url, running, user
+from servers import Server, data_url, encoded, free_port, picture, picture_url, running, user, user_with_videos
+from videos import clip
 
 pytestmark = pytest.mark.cpu
 
@@ -135,6 +136,52 @@ def test_images_by_url_and_by_path(server: Server, tmp_path: Any) -> None:
     finally:
         http.shutdown()
     assert len(answers) == 1
+
+
+def video_url(seed: int, num_frames: int = 8) -> str:
+    return data_url(clip(seed, num_frames), "x-msvideo", kind="video")
+
+
+def test_videos_by_url_and_by_path_are_encoded_once(server: Server, tmp_path: Any) -> None:
+    data = clip(30, num_frames=12)
+    path = tmp_path / "video.avi"
+    path.write_bytes(data)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    before = num_encoded(server)
+    try:
+        urls = [data_url(data, "mp4", kind="video"), f"file://{path}", str(path)]
+        urls.append(f"http://127.0.0.1:{http.server_port}/video.avi")
+        answers = {server.answer([user_with_videos("What happens?", [url])]) for url in urls}
+    finally:
+        http.shutdown()
+    assert len(answers) == 1
+    assert num_encoded(server) == before + 1
+
+
+def test_generate_takes_videos_and_images_in_one_prompt(server: Server) -> None:
+    text = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|><|vision_start|><|image_pad|><|vision_end|>"
+    text += "What happens?<|im_end|>\n<|im_start|>assistant\n"
+    body: dict[str, Any] = {
+        "text": text,
+        "image_data": [picture_url(31)],
+        "video_data": [video_url(31)],
+        "sampling_params": {"max_new_tokens": 16, "temperature": 0},
+    }
+    response = requests.post(f"{server.url}/generate", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    chat = server.answer([user_with_videos("What happens?", [video_url(31)], [picture_url(31)])])
+    assert response.json()["text"].strip() == chat.strip()
 
 
 # ---- the feature store and the RadixCache
@@ -320,10 +367,30 @@ def test_slow_servers_hold_up_nobody_and_leave_nothing(server: Server) -> None:
         http.shutdown()
 
 
-def test_video_is_refused_with_the_reason(server: Server) -> None:
-    part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
-    response = server.chat([{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}])
+@pytest.mark.parametrize("data", [b"\0\0\0", b"<html>no video</html>" * 50, clip(80)[:200], clip(81, num_frames=1)])
+def test_files_that_are_no_video_are_refused_with_the_reason(server: Server, data: bytes) -> None:
+    good = user_with_videos("What happens?", [video_url(82)])
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        served = pool.submit(server.chat, [good])
+        response = server.chat([user_with_videos("What happens?", [data_url(data, "mp4", kind="video")])])
+        assert response.status_code == 400, response.text
+        assert "video" in response.json()["message"]
+        assert "/dev/shm" not in response.text
+        assert served.result().status_code == 200, served.result().text
+
+
+def test_audio_and_preprocessed_video_are_refused_with_the_reason(server: Server) -> None:
+    part = {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}}
+    response = server.chat([{"role": "user", "content": [part, {"type": "text", "text": "What is said?"}]}])
     assert response.status_code == 400, response.text
+    body: dict[str, Any] = {
+        "text": "<|vision_start|><|video_pad|><|vision_end|>What happens?",
+        "video_data": [{"format": "processor_output", "pixel_values_videos": [[0.0]], "video_grid_thw": [[1, 2, 2]]}],
+        "sampling_params": {"max_new_tokens": 1},
+    }
+    response = requests.post(f"{server.url}/generate", json=body, timeout=60)
+    assert response.status_code == 400, response.text
+    assert "preprocessed" in response.text
 
 
 # ---- clients that go away, workers that die

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import random
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 import requests
 from PIL import Image
 
-from servers import Server, data_url, encoded, picture, running, user
+from servers import Server, data_url, encoded, picture, running, user, user_with_videos
+from videos import clip
 
 pytestmark = pytest.mark.upstream
 
@@ -48,6 +50,20 @@ def load(self):
 PIL.ImageFile.ImageFile.load = load
 """
 
+# Stock pins the memory of a video's frames, which PyTorch refuses where there is no accelerator. Nothing is decoded or
+# resized by it, so that here it does nothing. Patched where torch has been imported, as importing it early is slow.
+SITECUSTOMIZE_STOCK = """
+import importlib.abc, importlib.machinery, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "sglang.srt.utils.video_decoder":
+            return None
+        import torch
+        torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor
+        return None
+sys.meta_path.insert(0, Finder())
+"""
+
 
 def exif_rotated(image: Image.Image, orientation: int) -> bytes:
     exif = Image.Exif()
@@ -73,7 +89,22 @@ def prompts() -> list[list[dict[str, Any]]]:
             else:
                 urls.append(data_url(encoded(image)))
         made.append([user(f"{rng.choice(questions)} ({number})", *urls)])
-    return made
+    return made + video_prompts()
+
+
+def video_prompts() -> list[list[dict[str, Any]]]:
+    """Prompts with a video or two, short and longer than the encoder's batch, and with an image."""
+    videos = [
+        data_url(clip(seed, num_frames, width, height, frames_per_s=4), "x-msvideo", kind="video")
+        for seed, num_frames, width, height in ((1, 4, 168, 112), (2, 12, 140, 140), (3, 24, 400, 300), (4, 7, 64, 220))
+    ]
+    image = data_url(encoded(picture(3)))
+    return [
+        *([user_with_videos(f"What happens? ({number})", [video])] for number, video in enumerate(videos)),
+        [user_with_videos("Which is longer?", videos[:2])],
+        [user_with_videos("Is this in the video?", [videos[3]], [image])],
+        [user_with_videos("And again?", [videos[2], videos[2]], [image])],
+    ]
 
 
 def ask(server: Server, messages: list[dict[str, Any]]) -> tuple[list[str], int]:
@@ -85,10 +116,13 @@ def ask(server: Server, messages: list[dict[str, Any]]) -> tuple[list[str], int]
 
 
 @pytest.fixture(scope="module")
-def stock_answers() -> list[tuple[list[str], int]]:
+def stock_answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], int]]:
     from spaceserve.demo import model_path
 
-    with running("sglang.launch_server", "--model-path", str(model_path())) as stock:
+    folder = tmp_path_factory.mktemp("stock-site")
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE_STOCK)
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+    with running("sglang.launch_server", "--model-path", str(model_path()), env=env) as stock:
         return [ask(stock, messages) for messages in prompts()]
 
 

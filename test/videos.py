@@ -32,15 +32,13 @@ def motion_jpeg(frames: Sequence[Image.Image], frames_per_s: int = 8) -> bytes:
         "<14I", 1_000_000 // frames_per_s, largest * frames_per_s, 0, 0x10, len(files), 0, 1, largest, width, height,
         0, 0, 0, 0,
     )  # fmt: skip
-    # strh: kind, codec, flags, priority, language, first frame, scale, rate, start, length, buffer, quality, sample, rect
+    # strh: kind, codec, flags, priority, language, first frame, scale, rate, start, length, buffer, quality, and so on
     stream = struct.pack(
         "<4s4sIHHIIIIIIIIHHHH", b"vids", b"MJPG", 0, 0, 0, 0, 1, frames_per_s, 0, len(files), largest, 0xFFFFFFFF, 0,
         0, 0, width, height,
     )  # fmt: skip
     bitmap = struct.pack("<IIIHH4sIIIII", 40, width, height, 1, 24, b"MJPG", width * height * 3, 0, 0, 0, 0)
-    header = _list(
-        b"hdrl", _chunk(b"avih", main) + _list(b"strl", _chunk(b"strh", stream) + _chunk(b"strf", bitmap))
-    )
+    header = _list(b"hdrl", _chunk(b"avih", main) + _list(b"strl", _chunk(b"strh", stream) + _chunk(b"strf", bitmap)))
     chunks = [_chunk(b"00dc", file) for file in files]
     offsets = np.cumsum([4, *map(len, chunks)])
     index = b"".join(
