@@ -184,6 +184,19 @@ def test_generate_takes_videos_and_images_in_one_prompt(server: Server) -> None:
     assert response.json()["text"].strip() == chat.strip()
 
 
+def test_text_behind_a_hundred_images_starts_at_once(server: Server) -> None:
+    def ask(number: int) -> int:
+        urls = [picture_url(1000 + 4 * number + n, 392, 392) for n in range(4)]
+        return server.chat([user("Describe the pictures.", *urls)], max_tokens=2).status_code
+
+    with concurrent.futures.ThreadPoolExecutor(25) as pool:
+        images = [pool.submit(ask, number) for number in range(25)]
+        concurrent.futures.wait(images, return_when=concurrent.futures.FIRST_COMPLETED)  # all have been sent by now
+        assert server.answer([user("Hello")], max_tokens=2) is not None
+        assert sum(image.done() for image in images) < 25, "the text waited for the images"
+        assert [image.result() for image in images] == [200] * 25
+
+
 # ---- the feature store and the RadixCache
 
 
