@@ -7,14 +7,17 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from spaceserve.partition import mps, mps_processes
 from spaceserve.partition.mps import MpsDaemon
+from spaceserve.partition.mps_supervisor import MpsMetrics, MpsSupervisor
 
 pytestmark = pytest.mark.cpu
 
@@ -46,6 +49,9 @@ def serve():
                                             executable=sys.executable))
         elif command[:1] == ["get_server_list"]:
             reply = "".join(f"{{s.pid}}\n" for s in servers if s.poll() is None)
+        elif command[:1] == ["get_server_status"]:
+            fault = os.path.join(pipe, "status")
+            reply = open(fault).read() if os.path.exists(fault) else "ACTIVE"
         elif command[:1] == ["quit"]:
             if mode != "stubborn":
                 for s in servers:
@@ -332,6 +338,121 @@ def test_a_daemon_of_another_container_is_left_alone(environ: dict[str, str], sp
     (foreign / "owner").write_text(f"{2**22 + 1} 17\n{mps_processes.process_space()}")
     with daemon(environ):
         assert not foreign.exists()
+
+
+def supervised(running: MpsDaemon) -> tuple[MpsSupervisor, list[str], CollectorRegistry]:
+    """A supervisor whose looks the test makes itself, what it was told of lost contexts, and its metrics."""
+    lost: list[str] = []
+    registry = CollectorRegistry()
+    supervisor = MpsSupervisor(running, lost.append)
+    supervisor.metrics = MpsMetrics({"model_name": "m"}, registry)
+    supervisor._publish()
+    assert supervisor.look()
+    return supervisor, lost, registry
+
+
+def metric(registry: CollectorRegistry, name: str) -> float | None:
+    return registry.get_sample_value(f"spaceserve:{name}", {"model_name": "m"})
+
+
+def test_a_dead_control_daemon_is_replaced_and_its_server_left_to_its_clients(environ: dict[str, str]) -> None:
+    with daemon(environ) as running:
+        running._command("start_server -uid 0")
+        supervisor, lost, registry = supervised(running)
+        (server,) = supervisor.snapshot()["servers"]
+        assert metric(registry, "mps_up") == 1
+        assert running._control_pid is not None
+        os.kill(running._control_pid, signal.SIGKILL)
+        wait_until(lambda: not running.control_is_running())
+        assert supervisor.look()
+        assert mps_processes.is_running(server)
+        assert running.is_alive(), "a new client would find no daemon"
+        snapshot = supervisor.snapshot()
+        assert (snapshot["state"], snapshot["num_restarts"], snapshot["is_owned"]) == ("running", 1, True)
+        assert metric(registry, "mps_restarts_total") == 1
+        assert not lost
+        # The old server is still watched: its clients' contexts go with it.
+        supervisor._ask()
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not mps_processes.is_running(server))
+        assert not supervisor.look()
+        assert len(lost) == 1
+        assert supervisor.snapshot()["state"] == "lost"
+        assert metric(registry, "mps_up") == 0
+
+
+def test_a_control_daemon_that_keeps_dying_is_given_up(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps, "_START_TIMEOUT_S", 0.3)
+    with daemon(environ) as running:
+        supervisor, lost, registry = supervised(running)
+        running._environ["FAKE_MPS"] = "fail"
+        assert running._control_pid is not None
+        os.kill(running._control_pid, signal.SIGKILL)
+        wait_until(lambda: not running.control_is_running())
+        for _ in range(8):
+            assert supervisor.look()
+        snapshot = supervisor.snapshot()
+        assert snapshot["state"] == "no daemon"
+        assert "already running" in snapshot["problem"]
+        assert metric(registry, "mps_restarts_total") == 5
+        assert metric(registry, "mps_up") == 0
+        assert not lost
+
+
+def test_a_clients_fault_that_takes_the_server_is_told_at_once(
+    environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    told = threading.Event()
+    reasons: list[str] = []
+
+    def on_lost(reason: str) -> None:
+        reasons.append(reason)
+        told.set()
+
+    with daemon(environ) as running:
+        running._command("start_server -uid 0")
+        assert running.log_directory is not None
+        assert running.pipe_directory is not None
+        (running.log_directory / "server.log").write_text("Client 17 caused a fault\n")
+        (server,) = running.server_pids()
+        assert running.server_status(server) == "ACTIVE"
+        (running.pipe_directory / "status").write_text("FAULT\n")
+        supervisor = MpsSupervisor(running, on_lost, poll_s=0.01)
+        supervisor.start()
+        assert told.wait(10)
+        supervisor.stop()
+        assert supervisor.snapshot()["state"] == "lost"
+    assert len(reasons) == 1
+    assert "every GPU context" in reasons[0]
+    assert "Client 17 caused a fault" in caplog.text
+
+
+def test_a_users_daemon_that_goes_away_is_reported_and_found_again(environ: dict[str, str]) -> None:
+    with daemon(environ) as users, daemon(environ, **users.client_environ) as guest:
+        supervisor, lost, registry = supervised(guest)
+        assert users._control_pid is not None
+        os.kill(users._control_pid, signal.SIGKILL)
+        wait_until(lambda: not users.control_is_running())
+        assert supervisor._ask()
+        assert supervisor.snapshot()["state"] == "silent"
+        assert metric(registry, "mps_up") == 0
+        assert users.restart(keep_servers=True)
+        assert supervisor._ask()
+        assert supervisor.snapshot()["state"] == "running"
+        assert metric(registry, "mps_up") == 1
+        assert supervisor.snapshot()["num_restarts"] == 0
+        assert not lost
+
+
+def test_without_mps_the_state_says_why_and_nothing_is_watched(environ: dict[str, str]) -> None:
+    running = MpsDaemon(environ={**environ, "PATH": "/nowhere"}, gpu_present=lambda: True).start()
+    supervisor = MpsSupervisor(running, lambda reason: None)
+    supervisor.start()
+    assert supervisor.snapshot()["state"] == "off"
+    assert "not on the PATH" in supervisor.snapshot()["problem"]
+    supervisor.stop()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

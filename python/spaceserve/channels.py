@@ -52,6 +52,11 @@ class Channels:
         """File in which the encoder worker leaves its state, as JSON."""
         return f"{self.run_dir}/encoder-status.json"
 
+    @property
+    def sm_partition_file(self) -> str:
+        """File that says how the encoder worker is to choose its SMs, once somebody has changed it."""
+        return f"{self.run_dir}/sm-partition"
+
     def slab_segment(self, epoch: int) -> str:
         """Name of the slab of one encoder worker, on the CPU."""
         return f"{self.shm_prefix}slab-{epoch}"

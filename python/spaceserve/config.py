@@ -16,6 +16,27 @@ def _setting(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **argparse_kwargs})
 
 
+def parse_sm_partition(text: str) -> tuple[str, float | None]:
+    """`--sm-partition` in parts: ("auto" | "off", None), ("static", N), or ("sis", W or None).
+
+    Raises:
+        ValueError: none of auto, sis, sis:W, off and static:N, with N a positive integer and W a number above 0.
+    """
+    kind, colon, number = text.partition(":")
+    if not colon and kind in ("auto", "sis", "off"):
+        return kind, None
+    if kind == "static" and number.isdigit() and int(number) > 0:
+        return kind, int(number)
+    if kind == "sis":
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if 0 < weight < 1e9:
+            return kind, weight
+    raise ValueError(f"--sm-partition must be auto, sis, sis:W, off or static:N, got {text!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpaceServeConfig:
     """Settings of the encoder worker, the feature store and the partition; picklable into every process.
@@ -67,8 +88,13 @@ class SpaceServeConfig:
     )
     sm_partition: str = _setting(
         "auto",
-        "SMs of the encoder worker: 'sis' (chosen for every batch), 'static:N' (N SMs), 'off' (no mask), or 'auto' "
-        "('sis' on a GPU with MPS, 'off' elsewhere).",
+        "SMs of the encoder worker: 'sis' (chosen for every batch; 'sis:W' weighs a decode step W times), 'static:N' "
+        "(N SMs), 'off' (no mask), or 'auto' ('sis' on a GPU with MPS, 'off' elsewhere).",
+    )
+    sm_reconsider_layers: int = _setting(
+        0,
+        "With 'sis': choose the SMs again before every so many layers of a running encoder batch; 0: per batch only.",
+        type=int,
     )
     prefill_beside_decode: str = _setting(
         "auto",
@@ -102,20 +128,14 @@ class SpaceServeConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {value}")
-        self.static_sms()
+        if self.sm_reconsider_layers < 0:
+            raise ValueError(f"--sm-reconsider-layers must not be negative, got {self.sm_reconsider_layers}")
+        parse_sm_partition(self.sm_partition)
 
     def static_sms(self) -> int | None:
-        """The N of `--sm-partition static:N`, None for the other modes.
-
-        Raises:
-            ValueError: the option is none of auto, sis, off and static:N with N a positive integer.
-        """
-        if self.sm_partition in ("auto", "sis", "off"):
-            return None
-        prefix, _, count = self.sm_partition.partition(":")
-        if prefix != "static" or not count.isdigit() or int(count) == 0:
-            raise ValueError(f"--sm-partition must be auto, sis, off or static:N, got {self.sm_partition!r}")
-        return int(count)
+        """The N of `--sm-partition static:N`, None for the other modes."""
+        kind, number = parse_sm_partition(self.sm_partition)
+        return int(number) if kind == "static" and number is not None else None
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from spaceserve.families import Family
     from spaceserve.hooks import Hook
+    from spaceserve.partition.mps import MpsDaemon
 
 
 class StartError(Exception):
@@ -165,8 +166,10 @@ def check_architecture(server_args: ServerArgs) -> None:
     )
 
 
-def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels, reaper: Reaper) -> None:
-    """Run the server until it ends.
+def serve(
+    server_args: ServerArgs, config: SpaceServeConfig, channels: Channels, reaper: Reaper, mps: MpsDaemon | None
+) -> None:
+    """Run the server until it ends. `mps`: the started daemon, where there is a GPU.
 
     Raises:
         StartError: `--encoder-worker on` for a model or setting that cannot be split.
@@ -193,7 +196,7 @@ def serve(server_args: ServerArgs, config: SpaceServeConfig, channels: Channels,
         run_server(server_args)
         return
     assert family is not None
-    _serve_split(server_args, config, family, channels, reaper)
+    _serve_split(server_args, config, family, channels, reaper, mps)
 
 
 def _load_file_hook(reaper: Reaper) -> Hook:
@@ -215,7 +218,12 @@ def _load_file_hook(reaper: Reaper) -> Hook:
 
 
 def _serve_split(
-    server_args: ServerArgs, config: SpaceServeConfig, family: Family, channels: Channels, reaper: Reaper
+    server_args: ServerArgs,
+    config: SpaceServeConfig,
+    family: Family,
+    channels: Channels,
+    reaper: Reaper,
+    mps: MpsDaemon | None,
 ) -> None:
     from functools import partial
 
@@ -225,8 +233,9 @@ def _serve_split(
     from spaceserve.encoder.supervisor import EncoderSupervisor
     from spaceserve.frontend.admission import Admission, admission_hooks
     from spaceserve.hooks import install
+    from spaceserve.partition.mps_supervisor import MpsMetrics, MpsSupervisor
     from spaceserve.scheduler.process import run_scheduler_process
-    from spaceserve.status import add_status_route
+    from spaceserve.status import add_status_routes
 
     # Pixels are made in the encoder worker: SGLang's transport of pixels would only take device memory.
     server_args.override("spaceserve", mm_feature_transport="cpu")
@@ -235,14 +244,19 @@ def _serve_split(
         os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
     forked = may_fork()
     supervisor = EncoderSupervisor(server_args, config, family, channels, forked=forked)
+    mps_supervisor = None if mps is None else MpsSupervisor(mps, _gpu_contexts_lost)
+    if mps_supervisor is not None and server_args.enable_metrics:
+        mps_supervisor.metrics = MpsMetrics({"model_name": str(server_args.served_model_name)})
     try:
+        if mps_supervisor is not None:
+            mps_supervisor.start()
         supervisor.start()
         hooks = admission_hooks(Admission(config, channels), family)
         hooks.append(_load_file_hook(reaper))
         if forked:
             hooks.append(start_method_hook())
         install(hooks)
-        add_status_route(channels)
+        add_status_routes(channels, dict if mps_supervisor is None else mps_supervisor.snapshot)
         launch_server(
             server_args,
             run_scheduler_process_func=WithEnvironment(partial(run_scheduler_process, config, channels, family)),
@@ -250,7 +264,25 @@ def _serve_split(
         )
     finally:
         _call_off_watchdog()
+        if mps_supervisor is not None:
+            mps_supervisor.stop()
         supervisor.stop()
+
+
+def _gpu_contexts_lost(reason: str) -> None:
+    """End the server at once: its processes may hang in the driver, and nobody would be answered any more.
+
+    The reaper removes what is left.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import kill_process_tree
+
+    state = http_server._global_state
+    if state is not None and state.tokenizer_manager.gracefully_exit:
+        return  # the server is ending, and the MPS server with it
+    print(f"spaceserve: {reason}", file=sys.stderr, flush=True)
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(1)
 
 
 def _call_off_watchdog() -> None:
@@ -267,18 +299,19 @@ def _call_off_watchdog() -> None:
         watchdog.stop()
 
 
-def _start_mps(config: SpaceServeConfig, reaper: Reaper, stack: ExitStack) -> None:
+def _start_mps(config: SpaceServeConfig, reaper: Reaper, stack: ExitStack) -> MpsDaemon | None:
     """Start MPS where encoder and decoder are to share a GPU; before anything makes a CUDA context."""
     from spaceserve.partition.mps import MpsDaemon, gpu_is_present
 
     if config.encoder_worker == "off" or not gpu_is_present():
-        return
+        return None
     daemon = stack.enter_context(MpsDaemon())
     os.environ.update(daemon.client_environ)
     if daemon.is_owned and daemon.pipe_directory is not None:
         # SGLang ends itself with SIGKILL after SIGTERM: then only the reaper is left to do this.
         reaper.end_mps(str(daemon.pipe_directory))
         reaper.remove_too(str(daemon.pipe_directory.parent))
+    return daemon
 
 
 def run(argv: list[str]) -> None:
@@ -299,15 +332,16 @@ def run(argv: list[str]) -> None:
             metrics_dir = os.path.join(channels.run_dir, "metrics")
             os.mkdir(metrics_dir)
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
+        mps = None
         if may_fork():
             start_forkserver(os.path.join(channels.run_dir, "forkserver"))
         else:
-            _start_mps(config, reaper, stack)
+            mps = _start_mps(config, reaper, stack)
 
         namespace = parse_args(argv)
         check_before_start(namespace)
         try:
-            serve(resolve_server_args(namespace), config, channels, reaper)
+            serve(resolve_server_args(namespace), config, channels, reaper, mps)
         finally:
             from sglang.srt.utils import kill_process_tree
 

@@ -1,28 +1,97 @@
-"""The page that shows what the encoder worker is doing: `GET /spaceserve/status`."""
+"""SpaceServe's own pages: `GET /spaceserve/status` and `POST /spaceserve/sm-partition`."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from spaceserve.channels import Channels
+from spaceserve.config import parse_sm_partition
 
-ROUTE = "/spaceserve/status"
+STATUS_ROUTE = "/spaceserve/status"
+SM_PARTITION_ROUTE = "/spaceserve/sm-partition"
+# The worker looks at the file, and writes its state, twice a second.
+TAKEN_OVER_TIMEOUT_S = 5.0
 
 
-def add_status_route(channels: Channels) -> None:
-    """Add the page to SGLang's HTTP server of this process."""
-    from fastapi import HTTPException
+class SmPartitionRefused(Exception):
+    """The worker cannot take over the mode, or does not answer; `status` is the HTTP status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def read_status(channels: Channels) -> dict[str, Any] | None:
+    """The encoder worker's last state; None before it has written any."""
+    try:
+        found: dict[str, Any] = json.loads(Path(channels.status_file).read_text())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def set_sm_partition(channels: Channels, mode: str) -> dict[str, Any]:
+    """Tell the encoder worker how to choose its SMs from now on, and wait until it does.
+
+    The mode stays in a file, so that a worker that is started again finds it.
+
+    Args:
+        mode: as `--sm-partition`.
+
+    Returns:
+        The worker's state of its split.
+
+    Raises:
+        SmPartitionRefused: the mode is unknown or more than the device has (400), or the worker is silent (503).
+    """
+    try:
+        parse_sm_partition(mode)
+    except ValueError as error:
+        raise SmPartitionRefused(400, str(error)) from error
+    path = Path(channels.sm_partition_file)
+    before = path.read_text() if path.exists() else None
+    _write(path, mode)
+    deadline = time.monotonic() + TAKEN_OVER_TIMEOUT_S
+    while time.monotonic() < deadline:
+        split: dict[str, Any] = (read_status(channels) or {}).get("split", {})
+        if str(split.get("mode_error", "")).startswith(f"{mode}: "):
+            # What a worker refuses must not be what the next one starts with.
+            _write(path, before if before is not None else split["mode"])
+            raise SmPartitionRefused(400, split["mode_error"])
+        if split.get("mode") == mode and "mode_error" not in split:
+            return split
+        time.sleep(0.05)
+    raise SmPartitionRefused(503, f"the encoder worker has not taken over {mode} within {TAKEN_OVER_TIMEOUT_S:g} s")
+
+
+def _write(path: Path, mode: str) -> None:
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(mode + "\n")
+    scratch.replace(path)
+
+
+def add_status_routes(channels: Channels, mps: Callable[[], dict[str, Any]] = dict) -> None:
+    """Add the pages to SGLang's HTTP server of this process. `mps`: state of the Multi-Process Service, if any."""
+    from fastapi import Body, HTTPException
     from sglang.srt.entrypoints.http_server import app
-
-    path = Path(channels.status_file)
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     def status() -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise HTTPException(503, "the encoder worker is not up") from error
-        return found
+        found = read_status(channels)
+        if found is None:
+            raise HTTPException(503, "the encoder worker is not up")
+        return {**found, "mps": mps()}
 
-    app.add_api_route(ROUTE, status, methods=["GET"])
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    def sm_partition(mode: str = Body(embed=True)) -> dict[str, Any]:
+        try:
+            return set_sm_partition(channels, mode)
+        except SmPartitionRefused as error:
+            raise HTTPException(error.status, str(error)) from error
+
+    app.add_api_route(STATUS_ROUTE, status, methods=["GET"])
+    app.add_api_route(SM_PARTITION_ROUTE, sm_partition, methods=["POST"])

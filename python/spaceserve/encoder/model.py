@@ -132,6 +132,10 @@ class VisionEncoder:
         """Parameters in this process, all of them the encoder's."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def blocks(self) -> list[nn.Module]:
+        """The encoder's layers in their order; empty for an encoder that does not name them `blocks`."""
+        return list(getattr(self.vision, "blocks", ()))
+
     @torch.inference_mode()
     def encode(self, pixel_values: Sequence[torch.Tensor], grids: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Run the encoder over several images at once, on the current stream.

@@ -135,6 +135,9 @@ def _serve(spec: WorkerSpec) -> None:
     preprocessor = Preprocessor(processor, spec.server_args.mm_process_config, encoder.device)
     num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))
     split = make_split(config, encoder.device, spec.server_args.model_path, channels.state_board(0))
+    split.attach(encoder.blocks())
+    sm_partition_path = Path(channels.sm_partition_file)
+    split.follow(sm_partition_path)
     runner = BatchRunner(encoder, preprocessor, slab, split, num_threads)
 
     context = zmq.Context()
@@ -178,10 +181,12 @@ def _serve(spec: WorkerSpec) -> None:
 
     metrics = None
     if spec.server_args.enable_metrics:
+        from spaceserve.encoder.split_metrics import SplitMetrics
         from spaceserve.feature_store.metrics import FeatureStoreMetrics
 
         labels = {"model_name": str(spec.server_args.served_model_name)}
         metrics = FeatureStoreMetrics(labels, BLOCK_TOKENS * dim * encoder.dtype.itemsize)
+        split.metrics = SplitMetrics(labels)
     poller = zmq.Poller()
     poller.register(inbox, zmq.POLLIN)
     poller.register(runner.wakeup_fd, zmq.POLLIN)
@@ -211,6 +216,7 @@ def _serve(spec: WorkerSpec) -> None:
             status_s = now_s
             if metrics is not None:
                 metrics.update(service.store.stats())
+            split.follow(sm_partition_path)
             _write_status(status_path, service, split, spec.epoch, now_s)
 
 

@@ -1,22 +1,30 @@
-"""Where an encoder batch runs: the units (SMs, cores) that SIS chooses for it, and how long it took there."""
+"""Where an encoder batch runs: the units (SMs, cores) that SIS chooses for it, and how long it took there.
+
+How they are chosen can be changed while the server runs (`set_mode`), which is how splits are compared on one server.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from spaceserve.partition import Partitioner, make_partitioner
+from spaceserve.config import parse_sm_partition
+from spaceserve.partition import Partitioner, UnitGroup, make_partitioner
 from spaceserve.sis.policy import GpuState, SpaceInferenceScheduler, Split
 from spaceserve.sis.state_board import StateBoardReader, StateBoardTornError
 
 if TYPE_CHECKING:
     from spaceserve.config import SpaceServeConfig
+    from spaceserve.encoder.split_metrics import SplitMetrics
     from spaceserve.sis.curves import DeviceCurves
 
 logger = logging.getLogger(__name__)
@@ -36,7 +44,7 @@ class BatchTiming:
         if self._on_gpu:
             self._start_event = torch.cuda.Event(enable_timing=True)
             self._stop_event = torch.cuda.Event(enable_timing=True)
-        self.observe: Callable[[float], None] = lambda elapsed_ms: None
+        self.observe: Callable[[float], None] = lambda elapsed_ms: None  # gets the batch's milliseconds
 
     def start(self) -> None:
         """The batch's first kernel follows."""
@@ -65,59 +73,237 @@ class BatchTiming:
         return wait
 
 
+def decode_side_changed(before: GpuState, now: GpuState) -> bool:
+    """Whether the decode side is so different that a running batch's SMs are worth another thought."""
+    if (before.decode_batch == 0) != (now.decode_batch == 0) or (before.prefill_tokens == 0) != (
+        now.prefill_tokens == 0
+    ):
+        return True
+    return not 0.8 <= (now.decode_batch + 1) / (before.decode_batch + 1) <= 1.25
+
+
+@dataclass
+class _Running:
+    """The batch whose kernels are being launched."""
+
+    state: GpuState
+    group: UnitGroup | None
+    split: Split | None
+    num_changes: int = 0
+    marks: list[torch.cuda.Event] = field(default_factory=list)  # one before each block that reconsiders
+
+
 class EncoderSplit:
     """Chooses the units of each batch and runs it on them.
 
     Args:
         device: of the encoder.
-        partitioner: None for no mask: every batch on the whole device, on a stream of the encoder's own.
-        static_units: the same units for every batch.
-        sis: chooses for each batch, from what `board_name`'s writer says of the decode side.
+        mode: "off" (no mask: the whole device, on a stream of the encoder's own), "static:N" (N units for every
+            batch), "sis" or "sis:W" (SIS chooses for each batch, with decode weight W, from what `board_name`'s writer
+            says of the decode side).
+        partitioner_factory, sis_factory: make what a mode needs, at its first use.
         board_name: state board of the scheduler; it may appear later.
+        reconsider_layers: let SIS choose again before every so many blocks of the encoder; 0 for never.
+
+    Raises:
+        ValueError: an unknown mode, or units that the device cannot grant.
     """
 
     def __init__(
         self,
         device: torch.device,
-        partitioner: Partitioner | None = None,
-        static_units: int | None = None,
-        sis: SpaceInferenceScheduler | None = None,
+        mode: str = "off",
+        *,
+        partitioner_factory: Callable[[], Partitioner] | None = None,
+        sis_factory: Callable[[Partitioner], SpaceInferenceScheduler] | None = None,
         board_name: str | None = None,
+        reconsider_layers: int = 0,
     ) -> None:
         self._device = device
-        self._partitioner = partitioner
-        self._static_units = static_units
-        self._sis = sis
+        self._partitioner_factory = partitioner_factory
+        self._sis_factory = sis_factory
+        self._partitioner: Partitioner | None = None
+        self._sis: SpaceInferenceScheduler | None = None
         self._board_name = board_name
         self._board: StateBoardReader | None = None
+        self._reconsider_layers = reconsider_layers
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # SIS takes one caller at a time: batches are chosen, and their times observed, in two threads.
+        self._lock = threading.Lock()
+        self._running: _Running | None = None
+        self._followed: tuple[int, int] | None = None
+        self._mode_error: str | None = None
+        self._num_reconsidered = 0
+        self._num_changes = 0
+        self.metrics: SplitMetrics | None = None
+        self.set_mode(mode)
+
+    # ---- how units are chosen
+
+    def set_mode(self, mode: str) -> None:
+        """Choose the units of later batches in another way (see the class).
+
+        Raises:
+            ValueError: an unknown mode, or units that the device cannot grant; the mode stays as it was.
+        """
+        kind, number = parse_sm_partition(mode)
+        if kind == "auto":
+            kind = "sis" if self._device.type == "cuda" else "off"
+        static_units: int | None = None
+        if kind != "off":
+            partitioner = self._made_partitioner()
+            if kind == "static":
+                static_units = int(number or 0)
+                if static_units > partitioner.total_units:
+                    unit_name = partitioner.unit_name
+                    raise ValueError(f"--sm-partition {mode}: the device has {partitioner.total_units} {unit_name}")
+            elif len(partitioner.rungs) < 2:
+                logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
+                static_units = partitioner.total_units
+            elif self._sis is None:
+                assert self._sis_factory is not None, "the mode sis needs a sis_factory"
+                self._sis = self._sis_factory(partitioner)
+            if kind == "sis" and number is not None and self._sis is not None:
+                self._sis.decode_weight = number
+        with self._lock:
+            self._mode, self._kind, self._static_units = mode, kind, static_units
+
+    def _made_partitioner(self) -> Partitioner:
+        if self._partitioner is None:
+            if self._partitioner_factory is None:
+                raise ValueError("this encoder was made without SM partitions")
+            self._partitioner = self._partitioner_factory()
+        return self._partitioner
+
+    def follow(self, path: Path) -> None:
+        """Take over the mode that is written in a file, if it changed since the last call (status.py writes it)."""
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return
+        seen = (stat.st_mtime_ns, stat.st_ino)
+        if seen == self._followed:
+            return
+        self._followed = seen
+        mode = path.read_text().strip()
+        try:
+            self.set_mode(mode)
+        except (ValueError, RuntimeError) as error:
+            self._mode_error = f"{mode}: {error}"
+            logger.warning("The encoder's SMs stay %s: %s", self._mode, error)
+        else:
+            self._mode_error = None
+            logger.info("The encoder's SMs are now %s", mode)
+
+    # ---- batches
 
     @contextmanager
     def for_batch(self, patches: Sequence[int]) -> Iterator[BatchTiming]:
         """Run the block's work where this batch belongs. `patches`: of each image in it."""
         timing = BatchTiming(self._device)
-        if self._partitioner is None:
-            with torch.cuda.stream(self._stream):
+        with self._lock:
+            running = self._running = self._choose(patches)
+        units = self._whole_device() if running.group is None else running.group.granted
+        if self.metrics is not None:
+            self.metrics.begin_batch(units, running.split)
+        timing.observe = self._observer(running)
+        with self._place(running.group):
+            try:
                 yield timing
-            return
-        units = self._static_units
-        if units is None:
-            assert self._sis is not None
-            split = self._sis.decide(self._gpu_state(patches))
-            units = split.encoder_units
-            timing.observe = self._observer(split)
-        with self._partitioner.group(units).activate():
-            yield timing
+            finally:
+                self._running = None
+                if running.num_changes and running.group is not None:
+                    # The group that was entered waits for the one that came last, and what follows waits for it.
+                    running.group.make_current()
 
-    def _observer(self, split: Split) -> Callable[[float], None]:
+    def _choose(self, patches: Sequence[int]) -> _Running:
+        idle = GpuState()
+        if self._kind == "off":
+            return _Running(idle, None, None)
+        assert self._partitioner is not None
+        if self._static_units is not None:
+            return _Running(idle, self._partitioner.group(self._static_units), None)
         assert self._sis is not None
-        sis = self._sis
+        state = self._gpu_state(patches)
+        split = self._sis.decide(state)
+        self._count(split)
+        return _Running(state, self._partitioner.group(split.encoder_units), split)
 
+    def _count(self, split: Split) -> None:
+        if self.metrics is not None:
+            self.metrics.add_decision(split)
+
+    def _place(self, group: UnitGroup | None) -> AbstractContextManager[object]:
+        if group is not None:
+            return group.activate()
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _whole_device(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
+        return torch.get_num_threads()
+
+    def _observer(self, running: _Running) -> Callable[[float], None]:
         def observe(elapsed_ms: float) -> None:
-            if elapsed_ms > 0:
-                sis.observe(split, measured_encoder_ms=elapsed_ms)
+            if elapsed_ms <= 0:
+                return
+            # A batch that changed its units says nothing about one number of them.
+            split = None if running.num_changes else running.split
+            if split is not None:
+                with self._lock:
+                    assert self._sis is not None
+                    self._sis.observe(split, measured_encoder_ms=elapsed_ms)
+            if self.metrics is not None:
+                self.metrics.end_batch(elapsed_ms, split)
 
         return observe
+
+    # ---- between the blocks of one batch
+
+    def attach(self, blocks: Sequence[nn.Module]) -> None:
+        """Let SIS choose again before every `reconsider_layers`-th of the encoder's blocks, but for the first."""
+        if not self._reconsider_layers:
+            return
+        for index in range(self._reconsider_layers, len(blocks), self._reconsider_layers):
+            progress = index / len(blocks)
+            blocks[index].register_forward_pre_hook(lambda module, arguments, p=progress: self._between_blocks(p))
+
+    def _between_blocks(self, progress: float) -> None:
+        """The batch has launched `progress` of its blocks; the next ones may go to another group's stream.
+
+        Streams follow each other with events, so all work of the encode thread is in one order on the device whatever
+        its streams: a block of memory that the allocator hands out again on one stream has been left by the others.
+        """
+        running = self._running
+        if running is None or running.split is None:
+            return  # a warm-up, or a batch whose units are not SIS's to choose
+        if self._device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return
+            # The host is layers ahead of the device. Were it let run, it would decide for all blocks at the start.
+            mark = torch.cuda.Event(blocking=True)
+            mark.record()
+            running.marks.append(mark)
+            if len(running.marks) > 1:
+                running.marks[-2].synchronize()
+        with self._lock:
+            assert self._sis is not None
+            assert self._partitioner is not None
+            state = self._gpu_state(running.state.encoder_patches)
+            if not decode_side_changed(running.state, state):
+                return
+            running.state = state
+            split = self._sis.reconsider(state, progress)
+            self._count(split)
+            group = self._partitioner.group(split.encoder_units)
+            self._num_reconsidered += 1
+            if split.switched:
+                self._num_changes += 1
+                running.num_changes += 1
+        if split.switched:
+            group.make_current()
+
+    # ---- what is known
 
     def _gpu_state(self, patches: Sequence[int]) -> GpuState:
         if self._board is None and self._board_name is not None:
@@ -139,16 +325,24 @@ class EncoderSplit:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """The last decisions, newest last, for the status page."""
-        if self._partitioner is None:
-            return {"partition": "none"}
-        found: dict[str, Any] = {"partition": self._partitioner.describe()}
-        if self._sis is not None:
+        """The mode and the last decisions, newest last, for the status page."""
+        with self._lock:
+            found: dict[str, Any] = {"mode": self._mode, "partition": "none"}
+            if self._mode_error is not None:
+                found["mode_error"] = self._mode_error
+            if self._kind == "off" or self._partitioner is None:
+                return found
+            found["partition"] = self._partitioner.describe()
+            if self._static_units is not None:
+                found["static_units"] = self._static_units
+                return found
+            assert self._sis is not None
+            found["decode_weight"] = self._sis.decode_weight
             found["num_switches"] = self._sis.num_switches
+            found["num_reconsidered"] = self._num_reconsidered
+            found["num_changes_within_batches"] = self._num_changes
             found["decisions"] = [asdict(decision) for decision in self._sis.last_decisions()[-16:]]
-        else:
-            found["static_units"] = self._static_units
-        return found
+            return found
 
 
 def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, board_name: str) -> EncoderSplit:
@@ -157,28 +351,26 @@ def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, 
     Raises:
         ValueError: `static:N` with an N that the device cannot grant.
     """
-    mode = config.sm_partition
-    if mode == "auto":
-        mode = "sis" if device.type == "cuda" else "off"
-    if mode == "off":
-        return EncoderSplit(device)
-    on_gpu = device.type == "cuda"
-    partitioner = make_partitioner(device=str(device), min_units=MIN_GPU_UNITS if on_gpu else None)
-    static_units = config.static_sms()
-    if static_units is not None:
-        if static_units > partitioner.total_units:
-            raise ValueError(f"--sm-partition {mode}: the device has {partitioner.total_units} {partitioner.unit_name}")
-        return EncoderSplit(device, partitioner, static_units=static_units)
-    if len(partitioner.rungs) < 2:
-        logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
-        return EncoderSplit(device, partitioner, static_units=partitioner.total_units)
-    sis = SpaceInferenceScheduler(
-        _curves(device, partitioner, model_path),
-        partitioner.rungs,
-        objective="least_time" if config.tpot_target_ms is None else "tpot",
-        tpot_target_ms=config.tpot_target_ms,
+
+    def new_partitioner() -> Partitioner:
+        return make_partitioner(device=str(device), min_units=MIN_GPU_UNITS if device.type == "cuda" else None)
+
+    def new_sis(partitioner: Partitioner) -> SpaceInferenceScheduler:
+        return SpaceInferenceScheduler(
+            _curves(device, partitioner, model_path),
+            partitioner.rungs,
+            objective="least_time" if config.tpot_target_ms is None else "tpot",
+            tpot_target_ms=config.tpot_target_ms,
+        )
+
+    return EncoderSplit(
+        device,
+        config.sm_partition,
+        partitioner_factory=new_partitioner,
+        sis_factory=new_sis,
+        board_name=board_name,
+        reconsider_layers=config.sm_reconsider_layers,
     )
-    return EncoderSplit(device, partitioner, sis=sis, board_name=board_name)
 
 
 def _curves(device: torch.device, partitioner: Partitioner, model_path: str) -> DeviceCurves:

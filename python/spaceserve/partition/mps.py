@@ -155,6 +155,19 @@ class MpsDaemon:
         self._known_servers = pids
         return pids
 
+    def server_status(self, pid: int) -> str:
+        """What the daemon says of an MPS server: INITIALIZING, ACTIVE, FAULT; empty from daemons that do not know.
+
+        Raises:
+            MpsError: the daemon does not answer.
+        """
+        words = self._command(f"get_server_status {pid}").split()
+        return words[0] if len(words) == 1 and words[0].isupper() else ""
+
+    def control_is_running(self) -> bool:
+        """Whether the control daemon's process is there; True where its number is not known (the user's daemon)."""
+        return self._control_pid is None or mps_processes.is_running(self._control_pid)
+
     def log_tail(self, num_lines: int = 20) -> list[str]:
         """Last lines of the daemon's logs, for a report of what went wrong. Empty where the directory is not known."""
         lines: list[str] = []
@@ -164,18 +177,25 @@ class MpsDaemon:
                 lines += [f"{name}: {line}" for line in text.splitlines()[-num_lines:]]
         return lines
 
-    def restart(self) -> bool:
+    def restart(self, *, keep_servers: bool = False) -> bool:
         """Start a daemon of our own again, in the same directories, so that new clients find it as the old ones did.
 
-        Contexts of the clients of a daemon that died are lost with it: these processes have to be restarted too.
+        Contexts of the clients of a server that died are lost with it: these processes have to be restarted too.
+
+        Args:
+            keep_servers: only the control daemon has died; leave its servers to their clients. New clients get a
+                server of the new daemon, and take turns with the old one's.
 
         Returns:
             Whether MPS runs now. A user's daemon is not restarted, only asked again.
         """
         if self.is_owned:
-            self._end_daemon()
+            if not keep_servers:
+                self._end_daemon()
             assert self.pipe_directory is not None
             for path in self.pipe_directory.iterdir():
+                if keep_servers and not path.name.startswith(("control", CONTROL)):
+                    continue
                 with contextlib.suppress(OSError):
                     path.unlink()
             try:

@@ -1,7 +1,7 @@
 """SIS, the space inference scheduler: from curves and the present state to a split of the device's units.
 
 Pure and typed: no torch, no clock, no thread. The same calls in the same order give the same splits. One caller at
-a time (the encoder worker's loop); `last_decisions` may be read from another thread.
+a time: several threads need a lock around every method.
 
 Objectives, over the rungs n of the partitioner's ladder, N units in all:
 
@@ -13,6 +13,8 @@ Objectives, over the rungs n of the partitioner's ladder, N units in all:
   most of the device; a larger w counts the several steps that one batch delays.
 - "tpot": the largest n whose predicted decode step stays within `tpot_target_ms`; where no rung does, the rung of
   the least predicted decode step (least harm). Prefill is outside the target: chunk size bounds it, not SMs.
+
+For the rest of a batch, a share r of it, T_E is the rest's and w is r * w.
 
 Every time includes what the other side does to it (contention factors of the curves) and the online correction.
 Ties go to fewer encoder units under least_time.
@@ -31,6 +33,10 @@ from .curves import DeviceCurves
 
 Objective = Literal["least_time", "tpot"]
 MaskMode = Literal["encoder", "both"]
+
+# Why a split was chosen, in one word for counters; `Split.reason` says it with numbers.
+Rule = Literal["encoder_idle", "decoder_idle", "least_time", "tpot_kept", "tpot_missed", "hysteresis"]
+RULES: tuple[Rule, ...] = ("encoder_idle", "decoder_idle", "least_time", "tpot_kept", "tpot_missed", "hysteresis")
 
 CORRECTION_BOUNDS = (0.5, 2.0)
 
@@ -81,6 +87,7 @@ class Split:
     raw_encoder_ms: float
     raw_decode_ms: float
     switched: bool
+    rule: Rule
     reason: str
     decision_id: int
 
@@ -104,6 +111,7 @@ class _Option:
     encoder_ms: float
     decode_ms: float
     prefill_ms: float
+    left: float  # share of the batch that `encoder_ms` is the time of, in (0, 1]
 
 
 @dataclass
@@ -239,6 +247,7 @@ class SpaceInferenceScheduler:
             encoder_ms=encoder * self._encoder_correction.factor(units),
             decode_ms=decode * self._decode_correction.factor(units),
             prefill_ms=prefill * self._decode_correction.factor(units),
+            left=remaining if units else 1.0,
         )
 
     def cost_ms(self, option_encoder_ms: float, option_decode_ms: float, option_prefill_ms: float) -> float:
@@ -246,7 +255,8 @@ class SpaceInferenceScheduler:
         return option_encoder_ms + self.decode_weight * (option_decode_ms + option_prefill_ms)
 
     def _cost(self, option: _Option) -> float:
-        return self.cost_ms(option.encoder_ms, option.decode_ms, option.prefill_ms)
+        # The rest of a batch delays as many fewer steps as it is shorter: while nothing changes, neither does the best.
+        return self.cost_ms(option.encoder_ms, option.left * option.decode_ms, option.left * option.prefill_ms)
 
     def decide(self, state: GpuState) -> Split:
         """Split for a new encoder batch (or for an idle encoder)."""
@@ -263,33 +273,34 @@ class SpaceInferenceScheduler:
         if state.encoder_idle:
             self._current = None
             reason = "nothing to encode: the decoder has the device"
-            return self._record(state, progress, self._predict(state, 0, 0.0), total, False, reason)
+            return self._record(state, progress, self._predict(state, 0, 0.0), total, False, "encoder_idle", reason)
         if state.decoder_idle:
             option = self._predict(state, total, 1.0 - progress)
             reason = "nothing to decode: the encoder has the device"
-            return self._commit(state, progress, option, reason)
+            return self._commit(state, progress, option, "decoder_idle", reason)
         options = {n: self._predict(state, n, 1.0 - progress) for n in self._shared}
         # With no decode step there is no TPOT to keep; prefill and encoder then share by least time.
         by_target = self.objective == "tpot" and state.decode_batch > 0
-        best, reason = self._best_tpot(options) if by_target else self._best_least_time(options)
+        best, rule, reason = self._best_tpot(options) if by_target else self._best_least_time(options)
         current = options.get(self._current) if self._current is not None else None
         if current is not None and current.units != best.units and not self._worth(current, best, by_target):
-            return self._commit(
-                state, progress, current, f"stay at {current.units}: {best.units} gains less than a switch costs"
-            )
-        return self._commit(state, progress, best, reason)
+            reason = f"stay at {current.units}: {best.units} gains less than a switch costs"
+            return self._commit(state, progress, current, "hysteresis", reason)
+        return self._commit(state, progress, best, rule, reason)
 
-    def _best_least_time(self, options: dict[int, _Option]) -> tuple[_Option, str]:
+    def _best_least_time(self, options: dict[int, _Option]) -> tuple[_Option, Rule, str]:
         best = min(options.values(), key=lambda o: (self._cost(o), o.units))
-        return best, f"least encoder + decoder time, {self._cost(best):.3g} ms"
+        return best, "least_time", f"least encoder + decoder time, {self._cost(best):.3g} ms"
 
-    def _best_tpot(self, options: dict[int, _Option]) -> tuple[_Option, str]:
+    def _best_tpot(self, options: dict[int, _Option]) -> tuple[_Option, Rule, str]:
         assert self.tpot_target_ms is not None
         meeting = [o for o in options.values() if o.decode_ms <= self.tpot_target_ms]
         if meeting:
-            return max(meeting, key=lambda o: o.units), f"largest share within {self.tpot_target_ms:g} ms per token"
+            best = max(meeting, key=lambda o: o.units)
+            return best, "tpot_kept", f"largest share within {self.tpot_target_ms:g} ms per token"
         best = min(options.values(), key=lambda o: (o.decode_ms, o.units))
-        return best, f"no rung keeps {self.tpot_target_ms:g} ms per token: least harm, {best.decode_ms:.3g} ms"
+        reason = f"no rung keeps {self.tpot_target_ms:g} ms per token: least harm, {best.decode_ms:.3g} ms"
+        return best, "tpot_missed", reason
 
     def _worth(self, current: _Option, best: _Option, by_target: bool) -> bool:
         """Whether leaving `current` gains more than a switch costs. A target that only `best` keeps always does."""
@@ -302,16 +313,23 @@ class SpaceInferenceScheduler:
             return True
         return current.decode_ms - best.decode_ms > self.switch_cost_ms
 
-    def _commit(self, state: GpuState, progress: float, option: _Option, reason: str) -> Split:
+    def _commit(self, state: GpuState, progress: float, option: _Option, rule: Rule, reason: str) -> Split:
         switched = self._current is not None and self._current != option.units
         self.num_switches += switched
         self._current = option.units
         total = self.curves.total_units
         decoder_units = total if self.mask_mode == "encoder" or state.decoder_idle else total - option.units
-        return self._record(state, progress, option, decoder_units, switched, reason)
+        return self._record(state, progress, option, decoder_units, switched, rule, reason)
 
     def _record(
-        self, state: GpuState, progress: float, option: _Option, decoder_units: int, switched: bool, reason: str
+        self,
+        state: GpuState,
+        progress: float,
+        option: _Option,
+        decoder_units: int,
+        switched: bool,
+        rule: Rule,
+        reason: str,
     ) -> Split:
         split = Split(
             encoder_units=option.units,
@@ -322,6 +340,7 @@ class SpaceInferenceScheduler:
             raw_encoder_ms=option.raw_encoder_ms,
             raw_decode_ms=option.raw_decode_ms,
             switched=switched,
+            rule=rule,
             reason=reason,
             decision_id=self._next_id,
         )

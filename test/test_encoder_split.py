@@ -1,0 +1,366 @@
+"""Where encoder batches run: modes, their change at run time, the choice between layers, metrics and the routes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry
+from sglang.srt.utils.auth import add_api_key_middleware
+from torch import nn
+
+from spaceserve import status
+from spaceserve.channels import Channels
+from spaceserve.config import SpaceServeConfig, parse_sm_partition
+from spaceserve.encoder.split import EncoderSplit, make_split
+from spaceserve.encoder.split_metrics import SplitMetrics
+from spaceserve.partition import SimulatedPartitioner
+from spaceserve.sis import DecodeState, SpaceInferenceScheduler, StateBoardWriter
+from spaceserve.sis.standin import TOTAL_SMS, standin_curves
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+IMAGE = (5329,)
+
+
+class Bench:
+    """A split of 132 simulated SMs, with the state board that its SIS reads."""
+
+    def __init__(self, name: str, mode: str, **settings: Any) -> None:
+        self.partitioner = SimulatedPartitioner(total_units=TOTAL_SMS, min_units=16, step=8)
+        self.board = StateBoardWriter(name)
+        self.registry = CollectorRegistry()
+        self.split = EncoderSplit(
+            CPU,
+            mode,
+            partitioner_factory=lambda: self.partitioner,
+            sis_factory=lambda partitioner: SpaceInferenceScheduler(standin_curves(), partitioner.rungs),
+            board_name=name,
+            **settings,
+        )
+        self.split.metrics = SplitMetrics({"model_name": "m"}, self.registry)
+
+    def decode(self, batch: int, context: int = 2000) -> None:
+        """The decode side says that it runs a batch."""
+        self.board.publish(
+            DecodeState(
+                timestamp_ns=time.monotonic_ns(), step=1, running_batch=batch, context_tokens_sum=batch * context
+            )
+        )
+
+    def encode(self, patches: tuple[int, ...] = IMAGE) -> int:
+        """Run a batch. Returns the units that it ran on."""
+        with self.split.for_batch(patches) as timing:
+            timing.start()
+            active = self.partitioner.active
+            timing.stop()
+        return TOTAL_SMS if active is None else active.granted
+
+    def value(self, name: str, **more: str) -> float | None:
+        return self.registry.get_sample_value(f"spaceserve:{name}", {"model_name": "m", **more})
+
+
+@pytest.fixture
+def make_bench(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(mode: str, **settings: Any) -> Bench:
+        made.append(Bench(f"spaceserve-test-{id(request)}-{len(made)}", mode, **settings))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.board.close()
+
+
+def test_modes_are_read_and_others_refused() -> None:
+    assert parse_sm_partition("auto") == ("auto", None)
+    assert parse_sm_partition("static:64") == ("static", 64)
+    assert parse_sm_partition("sis") == ("sis", None)
+    assert parse_sm_partition("sis:8") == ("sis", 8.0)
+    for bad in (
+        "",
+        "sis:",
+        "sis:0",
+        "sis:-1",
+        "sis:nan",
+        "sis:inf",
+        "static:",
+        "static:x",
+        "static:0",
+        "off:1",
+        "half",
+    ):
+        with pytest.raises(ValueError, match="--sm-partition"):
+            parse_sm_partition(bad)
+    with pytest.raises(ValueError, match="--sm-reconsider-layers"):
+        SpaceServeConfig(sm_reconsider_layers=-1)
+
+
+def test_every_mode_puts_batches_where_it_says(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("off")
+    assert bench.encode() == TOTAL_SMS
+    assert bench.partitioner.active is None
+    bench.split.set_mode("static:60")
+    assert bench.encode() == 64
+    bench.split.set_mode("sis")
+    assert bench.encode() == TOTAL_SMS  # nobody decodes
+    bench.decode(32)
+    chosen = bench.encode()
+    assert 16 <= chosen < TOTAL_SMS
+    bench.split.set_mode("sis:50")
+    assert bench.encode() < chosen  # a decode step that weighs more keeps more for the decoder
+    bench.split.set_mode("off")
+    assert bench.encode() == TOTAL_SMS
+
+
+def test_a_mode_that_cannot_be_had_leaves_the_old_one(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("static:32")
+    with pytest.raises(ValueError, match="132"):
+        bench.split.set_mode("static:133")
+    with pytest.raises(ValueError, match="--sm-partition"):
+        bench.split.set_mode("dynamic")
+    assert bench.encode() == 32
+    assert bench.split.snapshot()["mode"] == "static:32"
+
+
+def test_metrics_tell_what_was_chosen_and_what_came_of_it(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("sis")
+    bench.encode()
+    bench.decode(32)
+    units = bench.encode()
+    bench.encode()
+    assert bench.value("encoder_sms") == units
+    assert bench.value("encoder_batches_total", sms=str(units)) == 2
+    assert bench.value("encoder_batches_total", sms=str(TOTAL_SMS)) == 1
+    assert bench.value("sis_decisions_total", rule="decoder_idle") == 1
+    chosen = [bench.value("sis_decisions_total", rule=rule) or 0 for rule in ("least_time", "hysteresis")]
+    assert sum(chosen) == 2
+    assert bench.value("sis_decisions_total", rule="tpot_missed") == 0
+    assert bench.value("sm_partition_switches_total") == bench.split.snapshot()["num_switches"] == 1
+    for name in ("encode_seconds", "predicted_encode_seconds", "encode_prediction_ratio"):
+        assert bench.value(f"{name}_count") == 3
+    assert bench.value("predicted_decode_step_seconds_count") == 2
+    expected = sum(d["split"]["predicted_encoder_ms"] for d in bench.split.snapshot()["decisions"]) / 1e3
+    assert bench.value("predicted_encode_seconds_sum") == pytest.approx(expected)
+    bench.split.set_mode("static:64")
+    bench.encode()
+    assert bench.value("encoder_sms") == 64
+    assert bench.value("encode_seconds_count") == 4
+    assert bench.value("predicted_encode_seconds_count") == 3  # nobody predicted it
+
+
+def test_threads_that_choose_and_observe_do_not_disturb_each_other(make_bench: Callable[..., Bench]) -> None:
+    """On a GPU a batch's time is seen in another thread while the next batch is chosen."""
+    bench = make_bench("sis")
+    bench.decode(32)
+    waits: list[Any] = []
+    failures: list[BaseException] = []
+
+    def observe() -> None:
+        try:
+            for _ in range(300):
+                while not waits:
+                    time.sleep(0)
+                waits.pop()(1.0)
+                bench.split.snapshot()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=observe)
+    thread.start()
+    for _ in range(300):
+        with bench.split.for_batch(IMAGE) as timing:
+            waits.append(timing.observe)
+    thread.join(timeout=60)
+    assert not failures
+    assert bench.value("encode_seconds_count") == 300
+
+
+class Encoder(nn.Module):
+    """Blocks that note the units on which each ran."""
+
+    def __init__(self, bench: Bench, num_blocks: int, between: Callable[[int], None]) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.blocks = nn.ModuleList()
+        for index in range(num_blocks):
+            self.blocks.append(Block(self, bench, index, between))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, encoder: Encoder, bench: Bench, index: int, between: Callable[[int], None]) -> None:
+        super().__init__()
+        self._note = lambda: encoder.seen.append(TOTAL_SMS if (a := bench.partitioner.active) is None else a.granted)
+        self._index, self._between = index, between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._note()
+        self._between(self._index)
+        return x + 1
+
+
+def run_encoder(bench: Bench, encoder: Encoder) -> torch.Tensor:
+    with bench.split.for_batch(IMAGE) as timing:
+        timing.start()
+        out = encoder(torch.zeros(1))
+        timing.stop()
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def test_the_next_layer_moves_when_the_decode_side_changes(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("sis", reconsider_layers=2)
+    encoder = Encoder(bench, 8, lambda index: bench.decode(32) if index == 3 else None)
+    bench.split.attach(list(encoder.blocks))
+    assert run_encoder(bench, encoder).item() == 8
+    assert encoder.seen[:4] == [TOTAL_SMS] * 4
+    assert len(set(encoder.seen[4:])) == 1
+    assert encoder.seen[4] < TOTAL_SMS
+    assert bench.partitioner.active is None  # what follows runs where it did before the batch
+    snapshot = bench.split.snapshot()
+    assert snapshot["num_reconsidered"] == 1
+    assert snapshot["num_changes_within_batches"] == 1
+    # The measured time belongs to two numbers of SMs: SIS must learn nothing from it.
+    assert all(decision["measured_encoder_ms"] is None for decision in snapshot["decisions"])
+    assert bench.value("encode_seconds_count") == 1
+    assert not bench.value("encode_prediction_ratio_count")
+    assert bench.value("sm_partition_switches_total") == 1
+
+
+def test_layers_stay_while_nothing_changes(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("sis", reconsider_layers=3)
+    bench.decode(32)
+    encoder = Encoder(bench, 8, lambda index: None)
+    bench.split.attach(list(encoder.blocks))
+    run_encoder(bench, encoder)
+    assert len(set(encoder.seen)) == 1
+    assert bench.split.snapshot()["num_reconsidered"] == 0
+    assert bench.split.snapshot()["num_changes_within_batches"] == 0
+    assert bench.value("encode_prediction_ratio_count") == 1
+    # Outside a batch, as in the warm-up, and in the other modes nothing is chosen.
+    encoder(torch.zeros(1))
+    bench.split.set_mode("static:32")
+    run_encoder(bench, encoder)
+    assert set(encoder.seen[-8:]) == {32}
+    bench.split.set_mode("sis")
+    assert bench.split.snapshot()["num_reconsidered"] == 0
+    assert len(bench.split.snapshot()["decisions"]) == 1
+
+
+def test_a_changed_decode_side_that_is_best_served_as_before_moves_nothing(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("sis", reconsider_layers=1)
+    bench.decode(2)
+    encoder = Encoder(bench, 8, lambda index: bench.decode(3 - index % 2))
+    bench.split.attach(list(encoder.blocks))
+    run_encoder(bench, encoder)
+    assert len(set(encoder.seen)) == 1
+    assert bench.split.snapshot()["num_reconsidered"] == 7
+    assert bench.split.snapshot()["num_changes_within_batches"] == 0
+
+
+def test_no_layer_reconsiders_by_default(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("sis")
+    encoder = Encoder(bench, 8, lambda index: bench.decode(32))
+    bench.split.attach(list(encoder.blocks))
+    run_encoder(bench, encoder)
+    assert set(encoder.seen) == {TOTAL_SMS}
+
+
+def test_the_command_line_reaches_the_split(tmp_path: Path) -> None:
+    config = SpaceServeConfig(sm_partition="off", sm_reconsider_layers=4)
+    split = make_split(config, CPU, str(tmp_path), "spaceserve-test-none")
+    assert split._reconsider_layers == 4
+    assert split.snapshot() == {"mode": "off", "partition": "none"}
+
+
+# ---- the routes
+
+
+@pytest.fixture
+def channels(tmp_path: Path) -> Channels:
+    return Channels(run_dir=str(tmp_path), shm_prefix="spaceserve-test-", dp_size=1)
+
+
+@pytest.fixture
+def client(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    app = FastAPI()
+    # SGLang's own module would be imported for seconds.
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=app))  # type: ignore[arg-type]
+    monkeypatch.setattr(status, "TAKEN_OVER_TIMEOUT_S", 0.2)
+    status.add_status_routes(channels, lambda: {"state": "running"})
+    add_api_key_middleware(app, api_key=None, admin_api_key="secret")
+    return TestClient(app, headers={"Authorization": "Bearer secret"})
+
+
+class Worker(threading.Thread):
+    """Does what the encoder worker's loop does with the split."""
+
+    def __init__(self, channels: Channels, split: EncoderSplit) -> None:
+        super().__init__(daemon=True)
+        self._channels, self._split = channels, split
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        path = Path(self._channels.status_file)
+        while not self.ended.wait(0.01):
+            self._split.follow(Path(self._channels.sm_partition_file))
+            scratch = path.with_suffix(".scratch")
+            scratch.write_text(json.dumps({"epoch": 0, "split": self._split.snapshot()}))
+            scratch.replace(path)
+
+
+def test_the_partition_is_changed_over_http(
+    client: TestClient, channels: Channels, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "TAKEN_OVER_TIMEOUT_S", 10.0)
+    assert client.get(status.STATUS_ROUTE).status_code == 503
+    bench = make_bench("sis")
+    worker = Worker(channels, bench.split)
+    worker.start()
+    try:
+        answer = client.post(status.SM_PARTITION_ROUTE, json={"mode": "static:96"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["static_units"] == 96
+        assert bench.encode() == 96
+        page = client.get(status.STATUS_ROUTE).json()
+        assert page["split"]["mode"] == "static:96"
+        assert page["mps"] == {"state": "running"}
+        refused = client.post(status.SM_PARTITION_ROUTE, json={"mode": "static:1000"})
+        assert refused.status_code == 400
+        assert "132" in refused.json()["detail"]
+        assert client.post(status.SM_PARTITION_ROUTE, json={"mode": "sometimes"}).status_code == 400
+        # A worker that starts now takes what was chosen, not what was refused.
+        later = make_bench("sis")
+        later.split.follow(Path(channels.sm_partition_file))
+        assert later.encode() == 96
+        answer = client.post(status.SM_PARTITION_ROUTE, json={"mode": "sis:8"})
+        assert answer.status_code == 200
+        assert answer.json()["decode_weight"] == 8
+    finally:
+        worker.ended.set()
+        worker.join()
+
+
+def test_the_route_is_guarded_as_sglangs_own_and_a_silent_worker_is_said(client: TestClient) -> None:
+    bare = {"Authorization": "Bearer wrong"}
+    assert client.post(status.SM_PARTITION_ROUTE, json={"mode": "off"}, headers=bare).status_code == 401
+    silent = client.post(status.SM_PARTITION_ROUTE, json={"mode": "off"})
+    assert silent.status_code == 503
+    assert "has not taken over off" in silent.json()["detail"]
