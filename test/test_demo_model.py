@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from spaceserve.demo import PICTURE, QUESTION, RIGHT_ANSWER, model_path
 from spaceserve.demo import architecture as arch
-from spaceserve.demo.answer import answer_batch
+from spaceserve.demo.answer import answer_batch, exact_match, held_out_set
 from spaceserve.demo.ask import picture_scene, right_answer
 from spaceserve.demo.data import MAX_ANSWER_TOKENS, build_sequence, pack_batch, training_batch
 from spaceserve.demo.eval import TransformersModel, count_topics, held_out_example, is_right, messages, table
@@ -127,6 +127,14 @@ def test_greedy_answers_equal_transformers(stock: TransformersModel, own: DemoMo
         assert theirs.startswith(ours.rstrip("\ufffd"))
         distinct.add(theirs)
     assert len(distinct) == 3
+
+
+def test_evaluation_counts_topics_and_can_be_stopped(own: DemoModel) -> None:
+    batches = held_out_set(5, 3, ("yesno",))
+    assert exact_match(own, batches, torch.device("cpu"), lambda: True) == {}
+    result = exact_match(own, batches[:2], torch.device("cpu"))
+    assert result["yesno"][1] == 2
+    assert sum(asked for kind, (_, asked) in result.items() if kind != "yesno") == 2
 
 
 def test_padding_changes_nothing(own: DemoModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -58,10 +59,14 @@ def held_out_set(per_kind: int, seed: int, kinds: tuple[str, ...] = KINDS, num_s
     return [held_out_batch(rng, kind, max(1, per_kind // num_sizes)) for kind in kinds for _ in range(num_sizes)]
 
 
-def exact_match(model: DemoModel, batches: list[Batch], device: torch.device) -> dict[str, tuple[int, int]]:
-    """Return kind, and topic of yes/no questions, -> (right answers, questions)."""
+def exact_match(
+    model: DemoModel, batches: list[Batch], device: torch.device, stop: Callable[[], bool] = lambda: False
+) -> dict[str, tuple[int, int]]:
+    """Return kind, and topic of yes/no questions, -> (right answers, questions); `stop` may end it early."""
     kinds, questions, right = [], [], []
     for batch in batches:
+        if stop():
+            break
         answers = answer_batch(model, batch, device)
         kinds += batch.kinds
         questions += batch.questions

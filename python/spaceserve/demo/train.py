@@ -233,7 +233,7 @@ class Training:
         self.shadow.load_state_dict(self.optimiser.averaged("demo."))
         batches = held_out_set(per_kind, VALIDATION_SEED)
         batches += held_out_set(3 * per_kind, VALIDATION_SEED + 1, ("yesno",), num_sizes=15)
-        result = exact_match(self.shadow, batches, self.device)
+        result = exact_match(self.shadow, batches, self.device, lambda: self.seconds() > self.args.time_budget_s)
         self.log(f"exact match, {name}\n{table(result)}")
         self.report["evaluations"].append({"name": name, "at_s": round(self.seconds(), 1), "exact_match": result})
         return result
