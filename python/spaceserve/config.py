@@ -16,6 +16,14 @@ def _setting(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **argparse_kwargs})
 
 
+def _auto_or_int(text: str) -> int | None:
+    """None for "auto"."""
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected auto or a whole number, got {text!r}") from error
+
+
 def parse_sm_partition(text: str) -> tuple[str, float | None]:
     """`--sm-partition` in parts: ("auto" | "off", None), ("static", N), or ("sis", W or None).
 
@@ -55,6 +63,12 @@ class SpaceServeConfig:
         "Size of the encoder feature store in GB. Default: 2 %% of the device's memory, 0.25 on the CPU.",
         type=float,
     )
+    encoder_feature_host_gb: float | None = _setting(
+        None,
+        "Host memory in GB for features that the store evicts: they are copied back when they are wanted again, which "
+        "is far quicker than to encode them. Default: none.",
+        type=float,
+    )
     encoder_schedule_policy: SchedulePolicy = _setting(  # noqa: RUF009  # it returns a dataclass field
         "twsrft",
         "Order of encoder work: 'twsrft' (time-windowed shortest-remaining-first), 'slack' (twsrft with windows that "
@@ -68,8 +82,9 @@ class SpaceServeConfig:
     )
     encoder_batch_capacity_patches: int | None = _setting(
         None,
-        f"Most patches in one encoder forward. Default: {DEFAULT_BATCH_CAPACITY_PATCHES} (1024 on the CPU).",
-        type=int,
+        "Most patches in one encoder forward, or 'auto': from the device's profile where a measured one ships, else "
+        f"{DEFAULT_BATCH_CAPACITY_PATCHES} (1024 on the CPU). Default: auto.",
+        type=_auto_or_int,
     )
     encoder_preprocess_threads: int | None = _setting(
         None, "Threads of the encoder worker that decode and resize images. Default: from the cores.", type=int
@@ -115,6 +130,7 @@ class SpaceServeConfig:
             raise ValueError(f"--encoder-schedule-policy must be one of {', '.join(POLICIES)}")
         positive = (
             "encoder_feature_cache_gb",
+            "encoder_feature_host_gb",
             "encoder_window_ms",
             "encoder_batch_capacity_patches",
             "encoder_preprocess_threads",

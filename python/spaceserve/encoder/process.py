@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,10 +59,19 @@ def slab_tokens(config: SpaceServeConfig, feature_dim: int, dtype: torch.dtype, 
             cache_gb = GPU_CACHE_FRACTION * torch.cuda.get_device_properties(device).total_memory / 1e9
         else:
             cache_gb = CPU_CACHE_GB
-    num_blocks = int(cache_gb * 1e9) // (BLOCK_TOKENS * feature_dim * dtype.itemsize)
+    return blocks_in(cache_gb, feature_dim, dtype, "cache") * BLOCK_TOKENS
+
+
+def blocks_in(size_gb: float, feature_dim: int, dtype: torch.dtype, name: str) -> int:
+    """Whole blocks within `--encoder-feature-NAME-gb`.
+
+    Raises:
+        ValueError: not even one fits.
+    """
+    num_blocks = int(size_gb * 1e9) // (BLOCK_TOKENS * feature_dim * dtype.itemsize)
     if num_blocks < 1:
-        raise ValueError(f"--encoder-feature-cache-gb {cache_gb} holds no block of {BLOCK_TOKENS} tokens")
-    return num_blocks * BLOCK_TOKENS
+        raise ValueError(f"--encoder-feature-{name}-gb {size_gb} holds no block of {BLOCK_TOKENS} tokens")
+    return num_blocks
 
 
 def _warm_up(encoder: VisionEncoder, capacity_patches: int) -> None:
@@ -103,14 +112,17 @@ def _serve(spec: WorkerSpec) -> None:
     import zmq
     from sglang.srt.managers.tokenizer_manager import _get_processor_wrapper
 
+    from spaceserve.encoder.capacity import batch_capacity
     from spaceserve.encoder.heartbeat import Heartbeat
+    from spaceserve.encoder.host_tier import HostTier
     from spaceserve.encoder.model import VisionEncoder, encoder_only_hooks
     from spaceserve.encoder.preprocess import Preprocessor
     from spaceserve.encoder.runner import BatchRunner
     from spaceserve.encoder.service import EncoderService
     from spaceserve.encoder.split import make_split
-    from spaceserve.encoder_schedule import DEFAULT_BATCH_CAPACITY_PATCHES, EncodeQueue
+    from spaceserve.encoder_schedule import EncodeQueue
     from spaceserve.families import feature_dim
+    from spaceserve.feature_store.host_store import HostStore
     from spaceserve.feature_store.store import FeatureStore
     from spaceserve.hooks import install
     from spaceserve.messages import ImageSource, ToScheduler, WorkerUp, decode_to_worker, encode
@@ -127,8 +139,12 @@ def _serve(spec: WorkerSpec) -> None:
     dim = feature_dim(encoder.hf_config)
     num_tokens = slab_tokens(config, dim, encoder.dtype, encoder.device)
     slab = Slab.create(num_tokens, dim, encoder.dtype, encoder.device, channels.slab_segment(spec.epoch))
-    capacity = config.encoder_batch_capacity_patches or (
-        DEFAULT_BATCH_CAPACITY_PATCHES if encoder.device.type == "cuda" else 1024
+    gpu = torch.cuda.get_device_properties(encoder.device) if encoder.device.type == "cuda" else None
+    capacity = batch_capacity(
+        config.encoder_batch_capacity_patches,
+        None if gpu is None else gpu.name,
+        0 if gpu is None else gpu.multi_processor_count,
+        spec.server_args.model_path,
     )
     _warm_up(encoder, capacity)
     processor = _get_processor_wrapper(spec.server_args)
@@ -157,24 +173,34 @@ def _serve(spec: WorkerSpec) -> None:
         if runner.num_prepared < MAX_PREPARED_AHEAD:
             runner.prepare(key, sources)
 
+    host = None
+    host_store = None
+    if config.encoder_feature_host_gb is not None:
+        host_tokens = blocks_in(config.encoder_feature_host_gb, dim, encoder.dtype, "host") * BLOCK_TOKENS
+        host = HostTier(slab, host_tokens)
+        host_store = HostStore(host_tokens // BLOCK_TOKENS, BLOCK_TOKENS)
     service = EncoderService(
-        FeatureStore(num_tokens // BLOCK_TOKENS, BLOCK_TOKENS),
+        FeatureStore(
+            num_tokens // BLOCK_TOKENS, BLOCK_TOKENS, host=host_store, save=None if host is None else host.save
+        ),
         EncodeQueue(config.encoder_schedule_policy, config.encoder_window_ms / 1000, capacity),
         spec.epoch,
         send,
         prepare,
         runner.forget,
+        None if host is None else host.restore,
     )
     for address in channels.all_features():
         send(address, WorkerUp(spec.epoch, slab.handle.dump()))
     logger.info(
         "Encoder worker ready: %.1f M parameters, features of %d x %s, store of %d tokens (%.2f GB), "
-        "batches of %d patches, %d preprocessing threads",
+        "%.2f GB in host memory, batches of %d patches, %d preprocessing threads",
         encoder.num_parameters() / 1e6,
         dim,
         encoder.dtype,
         num_tokens,
         num_tokens * dim * encoder.dtype.itemsize / 1e9,
+        0.0 if host is None else host.num_bytes / 1e9,
         capacity,
         num_threads,
     )
@@ -190,6 +216,8 @@ def _serve(spec: WorkerSpec) -> None:
     poller = zmq.Poller()
     poller.register(inbox, zmq.POLLIN)
     poller.register(runner.wakeup_fd, zmq.POLLIN)
+    if host is not None:
+        poller.register(host.wakeup_fd, zmq.POLLIN)
     check_at_idle = os.environ.get("SPACESERVE_DEBUG") == "1"
     status_path = Path(channels.status_file)
     status_s = 0.0
@@ -208,8 +236,11 @@ def _serve(spec: WorkerSpec) -> None:
                 service.handle(decode_to_worker(frame), now_s)
         for batch in runner.take_finished():
             service.finish(batch, time.monotonic())
+        if host is not None:
+            for key, copied in host.take_restored():
+                service.restored(key, copied=copied)
         for batch in service.next_batches(time.monotonic()):
-            runner.submit(batch)
+            runner.submit(batch, after=None if host is None else host.last_copy)
         if check_at_idle and service.is_idle:
             service.check_integrity()
         if now_s - status_s > 0.5:
@@ -228,8 +259,9 @@ def _write_status(path: Path, service: EncoderService, split: EncoderSplit, epoc
         "num_requests": service.num_requests,
         "num_encoded": service.num_encoded,
         "num_failed": service.num_failed,
-        "store": {name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "evictions"},
+        "store": {name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != ("evictions", "host")},
         "evictions": dict(stats.evictions),
+        "host": None if stats.host is None else asdict(stats.host),
         "queue": service.queue.snapshot(now_s),
         "split": split.snapshot(),
     }
