@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from spaceserve.encoder.runner import Batch, ItemFailure
 from spaceserve.encoder.service import MAX_BATCHES_IN_FLIGHT, EncoderService
 from spaceserve.encoder_schedule.queue import EncodeQueue
-from spaceserve.feature_store.store import FeatureStore
+from spaceserve.feature_store.host_store import HostStore
+from spaceserve.feature_store.store import FeatureStore, Ticket
 from spaceserve.messages import (
     DropCached,
     EncodeRequest,
@@ -33,19 +34,57 @@ def source(name: str, rid: str = "", num_tokens: int = 4) -> ImageSource:
 
 
 class World:
-    """A service with a recorded outbox; batches finish when the test says so."""
+    """A service with a recorded outbox; batches and copies from the host finish when the test says so.
 
-    def __init__(self, num_blocks: int = 8, capacity: int = 64, policy: str = "twsrft") -> None:
+    Slab and host memory hold the key of the image in each row: whoever is answered finds its own there.
+    """
+
+    def __init__(
+        self, num_blocks: int = 8, capacity: int = 64, policy: str = "twsrft", num_host_blocks: int = 0
+    ) -> None:
+        self.slab: list[bytes | None] = [None] * (num_blocks * BLOCK)
+        self.host: list[bytes | None] = [None] * (num_host_blocks * BLOCK)
+        self.restoring: list[Ticket] = []
+        self.restored: list[bytes] = []
         self.sent: list[FeaturesReady | FeaturesFailed] = []
         self.now_s = 0.0
         self.running: list[Batch] = []
         self.encoded: list[bytes] = []
         self.service = EncoderService(
-            FeatureStore(num_blocks, BLOCK),
+            FeatureStore(
+                num_blocks, BLOCK, host=HostStore(num_host_blocks, BLOCK) if num_host_blocks else None, save=self.save
+            ),
             EncodeQueue(policy, 0.05, capacity),  # type: ignore[arg-type]
             epoch=3,
-            send=lambda address, message: self.sent.append(message),  # type: ignore[arg-type]
+            send=lambda address, message: self.send(message),  # type: ignore[arg-type]
+            restore=self.restore,
         )
+
+    def send(self, message: FeaturesReady | FeaturesFailed) -> None:
+        if isinstance(message, FeaturesReady):
+            for ticket in message.tickets:
+                rows = self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens]
+                assert rows == [ticket.key] * ticket.num_tokens
+        self.sent.append(message)
+
+    def save(self, ticket: Ticket, host_row: int) -> None:
+        rows = self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens]
+        assert rows == [ticket.key] * ticket.num_tokens
+        self.host[host_row : host_row + ticket.num_tokens] = rows
+
+    def restore(self, ticket: Ticket, host_row: int) -> None:
+        """On the one stream of copies: the bytes are those of now, and the host learns of it later."""
+        rows = self.host[host_row : host_row + ticket.num_tokens]
+        assert rows == [ticket.key] * ticket.num_tokens
+        self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens] = rows
+        self.restoring.append(ticket)
+
+    def finish_restore(self, *, copied: bool = True) -> None:
+        ticket = self.restoring.pop(0)
+        if copied:
+            self.restored.append(ticket.key)
+        self.service.restored(ticket.key, copied=copied)
+        self.launch()
 
     def want(self, rid: str, *sources: ImageSource, seq: int = 0) -> None:
         self.tell(EncodeRequest(rid, seq, list(sources), "scheduler"))
@@ -62,13 +101,21 @@ class World:
     def finish(self, failures: dict[bytes, ItemFailure] | None = None) -> None:
         batch = self.running.pop(0)
         batch.failures = {key: f for key, f in (failures or {}).items() if key in batch.images}
-        self.encoded += [ticket.key for ticket in batch.tickets if ticket.key not in batch.failures]
+        for ticket in batch.tickets:
+            if ticket.key not in batch.failures:
+                self.encoded.append(ticket.key)
+                self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens] = [
+                    ticket.key
+                ] * ticket.num_tokens
         self.service.finish(batch, self.now_s)
         self.launch()
 
     def finish_all(self) -> None:
-        while self.running:
-            self.finish()
+        while self.running or self.restoring:
+            if self.restoring:
+                self.finish_restore()
+            else:
+                self.finish()
 
     def answers(self, rid: str) -> list[FeaturesReady | FeaturesFailed]:
         return [message for message in self.sent if message.rid == rid]
@@ -182,15 +229,97 @@ def test_later_request_of_the_same_rid_replaces_the_earlier() -> None:
     assert b"c" not in world.encoded
 
 
+def world_with_an_evicted_image() -> World:
+    """`a` lies in the host tier, `b` fills the slab."""
+    world = World(num_blocks=2, num_host_blocks=8)
+    for rid, name in (("r1", "a"), ("r2", "b")):
+        world.want(rid, source(name, rid, 2 * BLOCK))
+        world.finish_all()
+        world.tell(FinishRequest(rid))
+    assert world.encoded == [b"a", b"b"]
+    assert world.service.store.is_on_host(b"a")
+    return world
+
+
+def test_evicted_features_come_back_from_the_host_without_an_encode() -> None:
+    world = world_with_an_evicted_image()
+    world.want("r3", source("a", "r3", 2 * BLOCK))
+    assert not world.running
+    assert not world.answers("r3"), "the copy is still under way"
+    world.want("r4", source("a", "r4", 2 * BLOCK))  # the same image, wanted while it is on its way
+    world.finish_restore()
+    assert isinstance(world.answers("r3")[0], FeaturesReady)
+    assert isinstance(world.answers("r4")[0], FeaturesReady)
+    assert world.encoded == [b"a", b"b"]
+    stats = world.service.store.stats()
+    assert stats.host is not None
+    assert (stats.host.hits, stats.misses, stats.host.saved) == (1, 2, 2)  # b went to the host in its turn
+    world.tell(FinishRequest("r3"))
+    world.tell(FinishRequest("r4"))
+    assert world.service.is_idle
+
+
+def test_what_cannot_be_copied_back_is_encoded() -> None:
+    world = world_with_an_evicted_image()
+    world.want("r3", source("a", "r3", 2 * BLOCK))
+    world.finish_restore(copied=False)
+    assert not world.service.store.is_on_host(b"a")
+    assert not world.answers("r3")
+    world.finish_all()
+    assert isinstance(world.answers("r3")[0], FeaturesReady)
+    assert world.encoded == [b"a", b"b", b"a"]
+
+
+def test_a_request_that_ends_while_its_features_come_back_leaves_them_cached() -> None:
+    world = world_with_an_evicted_image()
+    world.want("r3", source("a", "r3", 2 * BLOCK))
+    world.tell(FinishRequest("r3"))
+    assert not world.service.is_idle, "the copy still writes to the slab"
+    world.finish_restore()
+    assert world.service.is_idle
+    world.want("r4", source("a", "r4", 2 * BLOCK))
+    assert isinstance(world.answers("r4")[0], FeaturesReady)
+    assert not world.answers("r3")
+
+
+def test_one_image_from_the_host_and_one_from_the_encoder() -> None:
+    world = World(num_blocks=3, num_host_blocks=8)
+    for rid, name in (("r1", "a"), ("r2", "b"), ("r3", "c"), ("r4", "d")):
+        world.want(rid, source(name, rid))
+        world.finish_all()
+        world.tell(FinishRequest(rid))
+    assert world.service.store.is_on_host(b"a")
+    world.want("r5", source("a", "r5"), source("new", "r5"))
+    assert [ticket.key for ticket in world.restoring] == [b"a"]
+    assert len(world.running) == 1
+    world.finish()
+    assert not world.answers("r5")
+    world.finish_restore()
+    assert isinstance(world.answers("r5")[0], FeaturesReady)
+    assert world.encoded == [b"a", b"b", b"c", b"d", b"new"]
+
+
+def test_a_flush_empties_the_host_tier() -> None:
+    world = world_with_an_evicted_image()
+    world.tell(DropCached())
+    world.want("r3", source("a", "r3", 2 * BLOCK))
+    assert not world.restoring
+    world.finish_all()
+    assert world.encoded == [b"a", b"b", b"a"]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_blocks=st.integers(3, 12),
     policy=st.sampled_from(["twsrft", "fcfs", "srf"]),
+    num_host_blocks=st.sampled_from([0, 2, 5, 40]),
 )
-def test_random_mix_ends_with_everything_answered_and_nothing_held(seed: int, num_blocks: int, policy: str) -> None:
+def test_random_mix_ends_with_everything_answered_and_nothing_held(
+    seed: int, num_blocks: int, policy: str, num_host_blocks: int
+) -> None:
     rng = random.Random(seed)
-    world = World(num_blocks, capacity=rng.choice([8, 16, 64]), policy=policy)
+    world = World(num_blocks, rng.choice([8, 16, 64]), policy, num_host_blocks)
     sizes = {f"i{n}": rng.randint(1, num_blocks * BLOCK // 3) for n in range(8)}
     live: dict[str, int] = {}
     aborted: set[str] = set()
@@ -202,6 +331,8 @@ def test_random_mix_ends_with_everything_answered_and_nothing_held(seed: int, nu
             names = rng.sample(sorted(sizes), rng.randint(1, 3))
             world.want(rid, *(source(name, rid, sizes[name]) for name in names))
             live[rid] = 0
+        elif action < 0.6 and world.restoring:
+            world.finish_restore(copied=rng.random() < 0.9)
         elif action < 0.7 and world.running:
             broken = {b"i0": ItemFailure(400, "broken")} if rng.random() < 0.3 else {}
             world.finish(broken)
@@ -227,7 +358,9 @@ def test_random_mix_ends_with_everything_answered_and_nothing_held(seed: int, nu
                 del live[message.rid]
             elif isinstance(message, FeaturesFailed):
                 live.pop(message.rid, None)
-        if world.running:
+        if world.restoring:
+            world.finish_restore()
+        elif world.running:
             world.finish()
         elif not live:
             break

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spaceserve.feature_store import FeatureStore, ItemTooLarge, Lookup, Ticket
+from spaceserve.feature_store import FeatureStore, HostStore, ItemTooLarge, Lookup, Ticket
 
 pytestmark = pytest.mark.cpu
 
@@ -22,13 +22,17 @@ class StoreMachine(RuleBasedStateMachine):
     """Model: who wants what, who holds, which keys are being encoded. Slab: one (key, generation) per row.
 
     The encoder writes a row at `begin` and the rest at `commit`, so that an extent given away too early shows; readers
-    check all their rows after every step.
+    check all their rows after every step. With a host tier, what is copied there and back is copied when the store says
+    so, as on one stream: a copy that is not the image's own shows at once.
     """
 
-    @initialize(num_blocks=st.integers(2, 7))
-    def start(self, num_blocks: int) -> None:
+    @initialize(num_blocks=st.integers(2, 7), num_host_blocks=st.sampled_from([0, 1, 3, 6, 40]))
+    def start(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.store = FeatureStore(num_blocks, BLOCK_TOKENS)
+        self.host = HostStore(num_host_blocks, BLOCK_TOKENS) if num_host_blocks else None
+        self.host_slab: list[bytes | None] = [None] * (num_host_blocks * BLOCK_TOKENS)
+        self.num_restored = 0
+        self.store = FeatureStore(num_blocks, BLOCK_TOKENS, host=self.host, save=self.save)
         self.slab: list[tuple[bytes, int] | None] = [None] * (num_blocks * BLOCK_TOKENS)
         self.wants: dict[str, list[bytes]] = {}
         self.holds: set[str] = set()
@@ -50,11 +54,20 @@ class StoreMachine(RuleBasedStateMachine):
         for row in rows:
             self.slab[ticket.offset_tokens + row] = (ticket.key, ticket.generation)
 
+    def save(self, ticket: Ticket, host_row: int) -> None:
+        """The store evicts: the features must still lie in the slab, and a flushed image's must not come here."""
+        rows = self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens]
+        assert rows == [(ticket.key, ticket.generation)] * ticket.num_tokens
+        assert ticket.key not in self.stale
+        self.host_slab[host_row : host_row + ticket.num_tokens] = [ticket.key] * ticket.num_tokens
+
     def expect_lookup(self, key: bytes, rid: str) -> Lookup:
         if self.store.ticket(key) is not None and not (key in self.stale and not self.held(key)):
             return Lookup.READY
         if key in self.encoding or self.held(key):
             return Lookup.IN_FLIGHT
+        if self.store.is_on_host(key):
+            return Lookup.HOST
         return Lookup.PENDING if set(self.wanting(key)) - {rid} else Lookup.MISS
 
     # ---- rules
@@ -118,6 +131,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _reserve_and_encode(self, rid: str) -> None:
         self._reserve(rid)
+        for key in self.store.keys_to_restore(rid):
+            self._begin_restore(key)
         for key in self.store.keys_to_encode(rid):
             self._begin(key)
         for key in self.wants[rid]:
@@ -137,12 +152,17 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.encoding or self.holds, f"{rid} fits the slab, nothing is pinned, and it gets no room"
             return
         self.holds.add(rid)
-        to_encode = self.store.keys_to_encode(rid)
+        to_encode, to_restore = self.store.keys_to_encode(rid), self.store.keys_to_restore(rid)
         for key in self.wants[rid]:
-            assert (key in to_encode) + (key in self.encoding) + (self.store.ticket(key) is not None) == 1
+            ways = (key in to_encode, key in to_restore, key in self.encoding, self.store.ticket(key) is not None)
+            assert sum(ways) == 1
 
     def reserved_keys(self) -> list[bytes]:
-        return sorted({key for rid in self.holds for key in self.store.keys_to_encode(rid)})
+        keys = [self.store.keys_to_encode(rid) + self.store.keys_to_restore(rid) for rid in self.holds]
+        return sorted({key for of_rid in keys for key in of_rid})
+
+    def keys_to_restore(self) -> list[bytes]:
+        return sorted({key for rid in self.holds for key in self.store.keys_to_restore(rid)})
 
     @precondition(lambda self: self.reserved_keys())
     @rule(data=st.data())
@@ -155,6 +175,26 @@ class StoreMachine(RuleBasedStateMachine):
         self.encoding[key] = ticket
         self.stale.discard(key)
         self.write(ticket, range(1))
+
+    @precondition(lambda self: self.keys_to_restore())
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        self._begin_restore(data.draw(st.sampled_from(self.keys_to_restore())))
+
+    def _begin_restore(self, key: bytes) -> None:
+        ticket, host_row = self.store.begin_restore(key)
+        self.num_restored += 1
+        assert ticket.num_tokens == TOKENS[key]
+        assert self.host_slab[host_row : host_row + TOKENS[key]] == [key] * TOKENS[key]
+        self.encoding[key] = ticket
+        self.stale.discard(key)
+        self.write(ticket, range(1))
+
+    @precondition(lambda self: self.host is not None)
+    @rule(key=st.sampled_from(sorted(BLOCKS)))
+    def lose_host_copy(self, key: bytes) -> None:
+        self.store.discard_host_copy(key)
+        assert not self.store.is_on_host(key)
 
     @precondition(lambda self: self.encoding)
     @rule(data=st.data())
@@ -215,6 +255,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.store.clear()
+        assert not any(self.store.is_on_host(key) for key in BLOCKS)
         self.stale = {key for key in BLOCKS if key in self.encoding or self.store.ticket(key) is not None}
         for key in BLOCKS:
             assert (self.store.ticket(key) is None) or self.held(key)
@@ -227,6 +268,16 @@ class StoreMachine(RuleBasedStateMachine):
             return
         self.store.check_integrity()
         stats = self.store.stats()
+        if self.host is not None:
+            assert stats.host is not None
+            assert stats.host.hits == self.num_restored
+            on_host = [key for key in BLOCKS if self.store.is_on_host(key)]
+            assert stats.host.num_entries == len(on_host)
+            assert stats.host.used_blocks == sum(BLOCKS[key] for key in on_host) <= stats.host.num_blocks
+            for key in on_host:
+                row = self.host.find(key)
+                assert row is not None
+                assert self.host_slab[row : row + TOKENS[key]] == [key] * TOKENS[key]
         ready = {key: ticket for key in BLOCKS if (ticket := self.store.ticket(key)) is not None}
         pinned = {key for key in ready if self.held(key)}
         in_work = set(self.encoding) | {key for key in BLOCKS if self.held(key) and key not in ready}
@@ -273,7 +324,7 @@ class StoreMachine(RuleBasedStateMachine):
         for rid in list(self.wants):
             self._release(rid)
         for key in list(self.encoding):
-            self.store.commit(key)
+            self._commit(key)
         assert self.store.is_idle
         stats = self.store.stats()
         assert stats.pinned_blocks == stats.reserved_blocks == stats.num_requests == 0

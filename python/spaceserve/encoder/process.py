@@ -259,7 +259,9 @@ def _write_status(path: Path, service: EncoderService, split: EncoderSplit, epoc
         "num_requests": service.num_requests,
         "num_encoded": service.num_encoded,
         "num_failed": service.num_failed,
-        "store": {name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != ("evictions", "host")},
+        "store": {
+            name: getattr(stats, name) for name in stats.__dataclass_fields__ if name not in ("evictions", "host")
+        },
         "evictions": dict(stats.evictions),
         "host": None if stats.host is None else asdict(stats.host),
         "queue": service.queue.snapshot(now_s),

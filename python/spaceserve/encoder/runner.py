@@ -120,12 +120,12 @@ class BatchRunner:
 
     # ---- forwards
 
-    def submit(self, batch: Batch) -> None:
-        """Run a batch after those submitted before."""
+    def submit(self, batch: Batch, after: torch.cuda.Event | None = None) -> None:
+        """Run a batch after those submitted before. On a GPU, its features are written after the event `after`."""
         for ticket in batch.tickets:
             self.prepare(ticket.key, batch.sources[ticket.key])
         futures = {ticket.key: self._prepared.pop(ticket.key) for ticket in batch.tickets}
-        self._encode_thread.submit(self._run, batch, futures)
+        self._encode_thread.submit(self._run, batch, futures, after)
 
     def take_finished(self) -> list[Batch]:
         """Batches that have finished since the last call, their features in the slab."""
@@ -144,9 +144,9 @@ class BatchRunner:
         self._finished.put(batch)
         os.eventfd_write(self.wakeup_fd, 1)
 
-    def _run(self, batch: Batch, futures: dict[bytes, Future[Prepared]]) -> None:
+    def _run(self, batch: Batch, futures: dict[bytes, Future[Prepared]], after: torch.cuda.Event | None) -> None:
         try:
-            wait = self._launch(batch, futures)
+            wait = self._launch(batch, futures, after)
         except Exception as error:
             logger.exception("Encoding %d images failed", len(batch.tickets))
             self._fail_rest(batch, error)
@@ -171,7 +171,9 @@ class BatchRunner:
         for ticket in batch.tickets:
             batch.failures.setdefault(ticket.key, ItemFailure(500, f"the encoder failed: {error}"))
 
-    def _launch(self, batch: Batch, futures: dict[bytes, Future[Prepared]]) -> Callable[[], None] | None:
+    def _launch(
+        self, batch: Batch, futures: dict[bytes, Future[Prepared]], after: torch.cuda.Event | None
+    ) -> Callable[[], None] | None:
         pixels: list[torch.Tensor] = []
         tickets: list[Ticket] = []
         # Attention ends at the temporal slice, so a slice of a video costs as much as an image of its size.
@@ -192,7 +194,7 @@ class BatchRunner:
             if not tickets:
                 return None
             timing.start()
-            self._encode_into_slab(batch, tickets, pixels)
+            self._encode_into_slab(batch, tickets, pixels, after)
             wait = timing.stop()
 
         def finish() -> None:
@@ -203,9 +205,17 @@ class BatchRunner:
         finish()
         return None
 
-    def _encode_into_slab(self, batch: Batch, tickets: Sequence[Ticket], pixels: Sequence[torch.Tensor]) -> None:
+    def _encode_into_slab(
+        self,
+        batch: Batch,
+        tickets: Sequence[Ticket],
+        pixels: Sequence[torch.Tensor],
+        after: torch.cuda.Event | None,
+    ) -> None:
         grids = [batch.images[ticket.key].grid_thw for ticket in tickets]
         features = self._encoder.encode(pixels, grids)
+        if after is not None:  # what lay in these rows is still being copied to the host
+            torch.cuda.current_stream(self._encoder.device).wait_event(after)
         first = 0
         for ticket in tickets:
             rows = features[first : first + ticket.num_tokens]

@@ -57,6 +57,8 @@ class EncoderService:
         send: delivers an answer to the scheduler at the given address.
         prepare: an image, or a piece of a video, will be encoded and may be decoded ahead (key, segments that hold it).
         forget: nobody wants it any more.
+        restore: copies features from the given row of the host tier to the rows of the ticket, and has `restored`
+            called when the device has finished. Needed where the store has a host tier.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class EncoderService:
         send: Callable[[str, ToScheduler], None],
         prepare: Callable[[bytes, Sequence[ImageSource]], None] = lambda key, sources: None,
         forget: Callable[[bytes], None] = lambda key: None,
+        restore: Callable[[Ticket, int], None] | None = None,
     ) -> None:
         self.store = store
         self.queue = queue
@@ -74,6 +77,8 @@ class EncoderService:
         self._send = send
         self._prepare = prepare
         self._forget = forget
+        self._restore = restore
+        self._restoring: set[bytes] = set()  # being copied back from the host tier
         self._tries: dict[str, _Try] = {}  # by id
         self._current: dict[str, _Try] = {}  # by rid
         self._sources: dict[bytes, list[ImageSource]] = {}
@@ -129,11 +134,16 @@ class EncoderService:
         self._current[request.rid] = attempt
         for source in request.sources:
             self._sources.setdefault(source.key, []).append(source)
-        complete_hit = self.store.remaining_patches(attempt.id) == 0
-        if complete_hit and not self._short_of_room and self.store.try_reserve(attempt.id):
+        needs_no_encode = all(self._is_encoded(key) for key in attempt.items)
+        if needs_no_encode and not self._short_of_room and self.store.try_reserve(attempt.id):
+            self._add_evicted(attempt)
             self._advance(attempt)
         else:
             self._enqueue(attempt)
+
+    def _is_encoded(self, key: bytes) -> bool:
+        """The features lie in the slab or in the host tier, or are on their way from there."""
+        return self.store.ticket(key) is not None or key in self._restoring or self.store.is_on_host(key)
 
     def _enqueue(self, attempt: _Try) -> None:
         missing = [key for key in attempt.items if self.store.ticket(key) is None]
@@ -141,7 +151,8 @@ class EncoderService:
         # With every feature present it still has to hold them, for which it waits its turn like the others.
         self.queue.add(attempt.id, work or list(attempt.items.values()), attempt.arrival_s)
         for key in missing:
-            self._prepare_ahead(key)
+            if not self._is_encoded(key):
+                self._prepare_ahead(key)
 
     def _prepare_ahead(self, key: bytes) -> None:
         """Decode the next piece; later ones wait, as the frames of a long video would fill the memory."""
@@ -199,12 +210,14 @@ class EncoderService:
         tickets: list[Ticket] = []
         done: list[bytes] = []
         touched: dict[str, None] = {}
-        for item in items:
+        wholes = [self._pieces.whole(item.key) for item in items]
+        for item, key in zip(items, wholes, strict=True):
             for try_id in self.queue.wanted(item.key):
                 touched[try_id] = None
-            key = self._pieces.whole(item.key)
-            if self.store.ticket(key) is not None:
+            if self.store.ticket(key) is not None or key in self._restoring:
                 done.append(item.key)  # it only waited to be held
+            elif self._begin_restore(key):
+                continue
             elif not self._pieces.is_piece(item.key, self._sources[key][0]):
                 done.append(item.key)  # a video that waited to be held and was evicted: its pieces come in its place
             else:
@@ -230,11 +243,47 @@ class EncoderService:
 
     def _add_evicted(self, attempt: _Try) -> None:
         """Features that were there when the request came may have been evicted before it could hold them."""
+        for key in self.store.keys_to_restore(attempt.id):
+            self._begin_restore(key)
         keys = self.store.keys_to_encode(attempt.id)
         if keys:
             work = [piece for key in keys for piece in self._pieces.left(self._sources[key][0])]
             self.queue.add(attempt.id, work, attempt.arrival_s)
             self.queue.mark_reserved(attempt.id)
+
+    # ---- the host tier
+
+    def _begin_restore(self, key: bytes) -> bool:
+        """Copy features back instead of encoding them, where the host tier has them and no piece was begun."""
+        if self._restore is None or not self.store.is_on_host(key) or not self.store.is_reserved(key):
+            return False
+        ticket, host_row = self.store.begin_restore(key)
+        self._restoring.add(key)
+        self._leave_queue(key)
+        self._restore(ticket, host_row)
+        return True
+
+    def _leave_queue(self, key: bytes) -> None:
+        """Whatever was to be encoded of it is not: forget what was decoded ahead."""
+        pieces, begun = self._pieces.close(key)
+        assert not begun, "features that are copied back are not encoded too"
+        for piece in pieces:
+            self._forget(piece)
+        self.queue.items_done([key, *pieces])
+
+    def restored(self, key: bytes, *, copied: bool) -> None:
+        """The device has finished copying features back; without success they are encoded."""
+        self._restoring.remove(key)
+        if copied:
+            self._leave_queue(key)
+            self.store.commit(key)
+            self._advance_all(key)
+            return
+        self.store.discard_host_copy(key)
+        for try_id in self.store.fail(key):
+            self._advance(self._tries[try_id])
+
+    # ---- the device's answers
 
     def finish(self, batch: Batch, now_s: float) -> None:
         """The device has finished `batch`; its failures are filled in."""
@@ -289,8 +338,8 @@ class EncoderService:
             return
         if self.store.remaining_patches(attempt.id) == 0 and self.store.try_reserve(attempt.id):
             self._add_evicted(attempt)
-        elif self.queue.remaining_patches(attempt.id) == 0:
-            self._enqueue(attempt)
+        elif self.queue.remaining_patches(attempt.id) == 0 and not self.store.holds(attempt.id):
+            self._enqueue(attempt)  # one that holds all only waits for copies from the host tier
         if self.store.is_ready(attempt.id):
             attempt.answered = True
             self.queue.cancel(attempt.id)
@@ -316,7 +365,7 @@ class EncoderService:
     @property
     def is_idle(self) -> bool:
         """Nothing waits, nothing computes, nothing is held."""
-        return not self._current and not self._num_in_flight
+        return not self._current and not self._num_in_flight and not self._restoring
 
     def check_integrity(self) -> None:
         """Assert that what is kept twice agrees, and that nothing is held at idle."""

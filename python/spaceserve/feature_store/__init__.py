@@ -4,12 +4,15 @@ See docs/feature-store.md. Nothing here touches device memory, sockets or clocks
 """
 
 from spaceserve.feature_store.content import content_digest
+from spaceserve.feature_store.host_store import HostStats, HostStore
 from spaceserve.feature_store.pad_values import PadAssignment, PadValueRegistry
 from spaceserve.feature_store.rebuild_cost import RebuildCost
 from spaceserve.feature_store.store import FeatureStore, ItemTooLarge, Lookup, RegisterResult, StoreStats, Ticket
 
 __all__ = [
     "FeatureStore",
+    "HostStats",
+    "HostStore",
     "ItemTooLarge",
     "Lookup",
     "PadAssignment",

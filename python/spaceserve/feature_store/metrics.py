@@ -59,6 +59,14 @@ class FeatureStoreMetrics:
             registry=registry,
             buckets=_WAIT_BUCKETS_S,
         )
+        self._host_bytes = gauge("feature_store_host_used_bytes", "Bytes of evicted features in the host tier.")
+        self._host_entries = gauge("feature_store_host_entries", "Images whose features are in the host tier.")
+        self._host = {
+            "hits": counter("feature_store_host_hits_total", "Features copied back from the host tier, not encoded."),
+            "saved": counter("feature_store_host_saved_total", "Evicted features copied to the host tier."),
+            "evictions": counter("feature_store_host_evictions_total", "Features that the host tier gave up."),
+        }
+        self._counted_host = dict.fromkeys(self._host, 0)
         self._counted = {"hits": 0, "misses": 0, "coalesced": 0}
         self._counted_evictions = dict.fromkeys(EVICTION_REASONS, 0)
 
@@ -84,6 +92,13 @@ class FeatureStoreMetrics:
         for reason, total in stats.evictions.items():
             self._evictions.labels(**self._labels, reason=reason).inc(total - self._counted_evictions[reason])
             self._counted_evictions[reason] = total
+        if stats.host is not None:
+            self._host_bytes.labels(**self._labels).set(stats.host.used_blocks * self._block_bytes)
+            self._host_entries.labels(**self._labels).set(stats.host.num_entries)
+            for name, series in self._host.items():
+                total = getattr(stats.host, name)
+                series.labels(**self._labels).inc(total - self._counted_host[name])
+                self._counted_host[name] = total
 
     def add_elided(self, num_images: int) -> None:
         """Images whose encode the RadixCache made needless."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from spaceserve.feature_store.extents import EvictionTier, ExtentTable, Placement
+from spaceserve.feature_store.host_store import HostStats, HostStore
 from spaceserve.feature_store.rebuild_cost import RebuildCost
 
 EVICTION_REASONS = ("radix_cached", "pressure", "wanted", "repack", "flush")
@@ -39,6 +40,7 @@ class Lookup(Enum):
     READY = "ready"  # features are in the slab
     IN_FLIGHT = "in_flight"  # reserved or being encoded for another request
     PENDING = "pending"  # another request wants it too; it has no place in the slab yet
+    HOST = "host"  # features are in the host tier, and no place in the slab is theirs yet
     MISS = "miss"  # nobody else wants it
 
 
@@ -91,6 +93,7 @@ class StoreStats:
     coalesced: int
     misses: int
     evictions: Mapping[str, int]  # by reason, see EVICTION_REASONS
+    host: HostStats | None = None  # None without a host tier
 
     @property
     def used_blocks(self) -> int:
@@ -128,7 +131,11 @@ class _Request:
 class FeatureStore:
     """Entries, requests and extents of one slab of `num_blocks` blocks of `block_tokens` tokens (slab rows).
 
-    `rebuild_cost_ms` maps an image's number of patches to the milliseconds an encode takes.
+    Args:
+        rebuild_cost_ms: maps an image's number of patches to the milliseconds an encode takes.
+        host: keeps what the slab gives up; None for no host tier.
+        save: called at an eviction with the ticket of the features and the first row in host memory that they have to
+            be copied to. The copy must be made, or put in order, before anything else is written to the ticket's rows.
     """
 
     def __init__(
@@ -136,12 +143,16 @@ class FeatureStore:
         num_blocks: int,
         block_tokens: int,
         rebuild_cost_ms: Callable[[int], float] | None = None,
+        host: HostStore | None = None,
+        save: Callable[[Ticket, int], None] | None = None,
     ) -> None:
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
         self._extents = ExtentTable(num_blocks)
         self._num_blocks = num_blocks
         self._block_tokens = block_tokens
+        self._host = host
+        self._save = save
         self._rebuild_cost_ms = rebuild_cost_ms if rebuild_cost_ms is not None else RebuildCost()
         self._entries: dict[bytes, _Entry] = {}
         self._entry_at: dict[int, _Entry] = {}  # by first block
@@ -265,10 +276,22 @@ class FeatureStore:
 
     def keys_to_encode(self, rid: str) -> list[bytes]:
         """Keys of `rid` that have their extent and wait for `begin_encode`; empty before `try_reserve` succeeded."""
+        return [key for key in self._reserved_keys(rid) if not self.is_on_host(key)]
+
+    def keys_to_restore(self, rid: str) -> list[bytes]:
+        """Those that wait for `begin_restore` instead: their features lie in the host tier."""
+        return [key for key in self._reserved_keys(rid) if self.is_on_host(key)]
+
+    def _reserved_keys(self, rid: str) -> list[bytes]:
         request = self._request(rid)
         if not request.holds:
             return []
         return [key for key in request.keys if self._entries[key].state is _State.RESERVED]
+
+    def holds(self, rid: str) -> bool:
+        """Whether `try_reserve` has succeeded for all that `rid` wants now. An unknown rid holds nothing."""
+        request = self._requests.get(rid)
+        return request is not None and request.holds
 
     def remaining_patches(self, rid: str) -> int:
         """Patches of `rid`'s images whose features are not in the slab now: what TWSRFT orders requests by."""
@@ -304,11 +327,24 @@ class FeatureStore:
         entry.state = _State.ENCODING
         return self._ticket(entry)
 
+    def begin_restore(self, key: bytes) -> tuple[Ticket, int]:
+        """The features of `key` are copied back from the host tier; `commit` or `fail` follows as for an encode.
+
+        Returns the rows to write and the first row of the copy in host memory. Raises ValueError unless `key` is
+        reserved and its features lie in the host tier.
+        """
+        entry = self._entry_in(key, (_State.RESERVED,))
+        if self._host is None:
+            raise ValueError("there is no host tier")
+        host_row = self._host.use(key)
+        entry.state = _State.ENCODING
+        return self._ticket(entry), host_row
+
     def commit(self, key: bytes) -> Ticket:
         """The features of `key` are in place: the device has finished writing them.
 
         If every request that wanted them is gone they stay cached, or, after a `clear`, go at once. Raises ValueError
-        unless `begin_encode` came before.
+        unless `begin_encode` or `begin_restore` came before.
         """
         entry = self._entry_in(key, (_State.ENCODING,))
         self._changed()
@@ -344,6 +380,20 @@ class FeatureStore:
         entry = self._entries.get(key)
         return self._ticket(entry) if entry is not None and entry.state is _State.READY else None
 
+    def is_reserved(self, key: bytes) -> bool:
+        """Whether `key` has its extent and neither an encode nor a copy into it has begun."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.state is _State.RESERVED
+
+    def is_on_host(self, key: bytes) -> bool:
+        """Whether the host tier holds a copy of the features of `key`."""
+        return self._host is not None and key in self._host
+
+    def discard_host_copy(self, key: bytes) -> None:
+        """The host tier's copy of `key` could not be read: encode the next time."""
+        if self._host is not None:
+            self._host.discard(key)
+
     def wanted_by(self, key: bytes) -> list[str]:
         """Requests that want `key`, oldest registration first."""
         entry = self._entries.get(key)
@@ -358,10 +408,13 @@ class FeatureStore:
 
     def clear(self) -> None:
         """Drop all features that no request holds; those held, and encodes under way, go when their last holder does.
+        The host tier is emptied.
 
         For `flush_cache` and weight updates. Requests that only want a dropped image go on wanting it.
         """
         self._changed()
+        if self._host is not None:
+            self._host.clear()
         for entry in list(self._entries.values()):
             if entry.state in (_State.READY, _State.ENCODING):
                 entry.drop_when_unheld = True
@@ -396,6 +449,7 @@ class FeatureStore:
             coalesced=self._coalesced,
             misses=self._misses,
             evictions=dict(self._evictions),
+            host=None if self._host is None else self._host.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -432,6 +486,8 @@ class FeatureStore:
                 and all(key in self._entries for key in request.keys),
                 f"{request} wants an entry that does not know it",
             )
+        if self._host is not None:
+            self._host.check_integrity()
         stats = self.stats()
         parts = stats.free_blocks + stats.cached_blocks + stats.pinned_blocks + stats.reserved_blocks
         _check(parts == self._num_blocks, f"blocks do not add up: {stats}")
@@ -490,12 +546,13 @@ class FeatureStore:
         assert entry.start is not None, "an entry without an extent has no ticket"
         return Ticket(entry.key, entry.start * self._block_tokens, entry.num_tokens, entry.generation)
 
-    @staticmethod
-    def _lookup(entry: _Entry, rid: str) -> Lookup:
+    def _lookup(self, entry: _Entry, rid: str) -> Lookup:
         if entry.state is _State.READY:
             return Lookup.READY
         if entry.state is not _State.WANTED:
             return Lookup.IN_FLIGHT
+        if self.is_on_host(entry.key):
+            return Lookup.HOST
         return Lookup.PENDING if entry.wanted_by.keys() - {rid} else Lookup.MISS
 
     def _count(self, lookup: Lookup) -> None:
@@ -503,7 +560,7 @@ class FeatureStore:
             self._hits += 1
         elif lookup is Lookup.MISS:
             self._misses += 1
-        else:
+        elif lookup is not Lookup.HOST:  # counted when it is copied back
             self._coalesced += 1
 
     def _touch(self, entry: _Entry) -> None:
@@ -550,6 +607,10 @@ class FeatureStore:
         assert entry.state is _State.READY, "only ready features are evicted"
         assert entry.num_holders == 0, "features that a request holds are never evicted"
         self._evictions[reason] += 1
+        if self._host is not None and reason != "flush":
+            host_row = self._host.put(entry.key, entry.num_tokens, entry.rebuild_us)
+            if host_row is not None and self._save is not None:
+                self._save(self._ticket(entry), host_row)
         self._lose_extent(entry)
         if not entry.wanted_by:
             self._entries.pop(entry.key, None)
