@@ -21,7 +21,7 @@ from torch import nn
 
 from spaceserve import status
 from spaceserve.channels import Channels
-from spaceserve.config import SpaceServeConfig, parse_sm_partition
+from spaceserve.config import SmPartition, SpaceServeConfig
 from spaceserve.encoder.split import EncoderSplit, make_split
 from spaceserve.encoder.split_metrics import SplitMetrics
 from spaceserve.partition import SimulatedPartitioner
@@ -85,25 +85,15 @@ def make_bench(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bench]]
 
 
 def test_modes_are_read_and_others_refused() -> None:
-    assert parse_sm_partition("auto") == ("auto", None)
-    assert parse_sm_partition("static:64") == ("static", 64)
-    assert parse_sm_partition("sis") == ("sis", None)
-    assert parse_sm_partition("sis:8") == ("sis", 8.0)
-    for bad in (
-        "",
-        "sis:",
-        "sis:0",
-        "sis:-1",
-        "sis:nan",
-        "sis:inf",
-        "static:",
-        "static:x",
-        "static:0",
-        "off:1",
-        "half",
-    ):
+    assert SmPartition.parse("auto") == SmPartition(kind="auto")
+    assert SmPartition.parse("static:64") == SmPartition(kind="static", num_sms=64)
+    assert SmPartition.parse("sis") == SmPartition(kind="sis")
+    assert SmPartition.parse("sis:0.5") == SmPartition(kind="sis", decode_weight=0.5)
+    assert SmPartition.parse("sis:8:4") == SmPartition(kind="sis", decode_weight=8.0, reconsider_layers=4)
+    numbers = ("sis:", "sis:0", "sis:-1", "sis:nan", "sis:inf", "sis:1:", "sis:1:x", "sis:1:2:3")
+    for bad in ("", "half", "static:", "static:x", "static:0", "static:1:2", "off:1", *numbers):
         with pytest.raises(ValueError, match="--sm-partition"):
-            parse_sm_partition(bad)
+            SmPartition.parse(bad)
     with pytest.raises(ValueError, match="--sm-reconsider-layers"):
         SpaceServeConfig(sm_reconsider_layers=-1)
 
@@ -281,6 +271,16 @@ def test_no_layer_reconsiders_by_default(make_bench: Callable[..., Bench]) -> No
     bench.split.attach(list(encoder.blocks))
     run_encoder(bench, encoder)
     assert set(encoder.seen) == {TOTAL_SMS}
+    # Until somebody asks for it on the running server.
+    bench.split.set_mode("sis:1:4")
+    bench.decode(0)
+    run_encoder(bench, encoder)
+    assert encoder.seen[8:12] == [TOTAL_SMS] * 4
+    assert len(set(encoder.seen[12:])) == 1
+    assert encoder.seen[12] < TOTAL_SMS
+    bench.split.set_mode("sis:1")
+    run_encoder(bench, encoder)
+    assert len(set(encoder.seen[16:])) == 1
 
 
 def test_the_command_line_reaches_the_split(tmp_path: Path) -> None:

@@ -24,25 +24,38 @@ def _auto_or_int(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"expected auto or a whole number, got {text!r}") from error
 
 
-def parse_sm_partition(text: str) -> tuple[str, float | None]:
-    """`--sm-partition` in parts: ("auto" | "off", None), ("static", N), or ("sis", W or None).
+@dataclass(frozen=True, kw_only=True)
+class SmPartition:
+    """`--sm-partition` in parts. `kind` is auto, sis, static or off.
 
-    Raises:
-        ValueError: none of auto, sis, sis:W, off and static:N, with N a positive integer and W a number above 0.
+    Attributes:
+        num_sms: N of `static:N`.
+        decode_weight: W of `sis:W`.
+        reconsider_layers: K of `sis:W:K`; overrides `--sm-reconsider-layers`.
     """
-    kind, colon, number = text.partition(":")
-    if not colon and kind in ("auto", "sis", "off"):
-        return kind, None
-    if kind == "static" and number.isdigit() and int(number) > 0:
-        return kind, int(number)
-    if kind == "sis":
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = 0.0
-        if 0 < weight < 1e9:
-            return kind, weight
-    raise ValueError(f"--sm-partition must be auto, sis, sis:W, off or static:N, got {text!r}")
+
+    kind: str
+    num_sms: int | None = None
+    decode_weight: float | None = None
+    reconsider_layers: int | None = None
+
+    @staticmethod
+    def parse(text: str) -> SmPartition:
+        """Raises ValueError for what is none of auto, off, static:N, sis, sis:W and sis:W:K (N, W above 0; K whole)."""
+        kind, *numbers = text.split(":")
+        if not numbers and kind in ("auto", "sis", "off"):
+            return SmPartition(kind=kind)
+        if kind == "static" and len(numbers) == 1 and numbers[0].isdigit() and int(numbers[0]) > 0:
+            return SmPartition(kind=kind, num_sms=int(numbers[0]))
+        if kind == "sis" and len(numbers) <= 2 and all(number.isdigit() for number in numbers[1:]):
+            try:
+                weight = float(numbers[0])
+            except ValueError:
+                weight = 0.0
+            if 0 < weight < 1e9:
+                layers = int(numbers[1]) if len(numbers) == 2 else None
+                return SmPartition(kind=kind, decode_weight=weight, reconsider_layers=layers)
+        raise ValueError(f"--sm-partition must be auto, sis, sis:W, sis:W:K, off or static:N, got {text!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +159,11 @@ class SpaceServeConfig:
                 raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {value}")
         if self.sm_reconsider_layers < 0:
             raise ValueError(f"--sm-reconsider-layers must not be negative, got {self.sm_reconsider_layers}")
-        parse_sm_partition(self.sm_partition)
+        SmPartition.parse(self.sm_partition)
 
     def static_sms(self) -> int | None:
         """The N of `--sm-partition static:N`, None for the other modes."""
-        kind, number = parse_sm_partition(self.sm_partition)
-        return int(number) if kind == "static" and number is not None else None
+        return SmPartition.parse(self.sm_partition).num_sms
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spaceserve.channels import Channels
-from spaceserve.config import parse_sm_partition
+from spaceserve.config import SmPartition
 
 STATUS_ROUTE = "/spaceserve/status"
 SM_PARTITION_ROUTE = "/spaceserve/sm-partition"
@@ -49,7 +49,7 @@ def set_sm_partition(channels: Channels, mode: str) -> dict[str, Any]:
         SmPartitionRefused: the mode is unknown or more than the device has (400), or the worker is silent (503).
     """
     try:
-        parse_sm_partition(mode)
+        SmPartition.parse(mode)
     except ValueError as error:
         raise SmPartitionRefused(400, str(error)) from error
     path = Path(channels.sm_partition_file)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spaceserve.config import parse_sm_partition
+from spaceserve.config import SmPartition
 from spaceserve.partition import Partitioner, UnitGroup, make_partitioner
 from spaceserve.sis.policy import GpuState, SpaceInferenceScheduler, Split
 from spaceserve.sis.state_board import StateBoardReader, StateBoardTornError
@@ -99,11 +99,11 @@ class EncoderSplit:
     Args:
         device: of the encoder.
         mode: "off" (no mask: the whole device, on a stream of the encoder's own), "static:N" (N units for every
-            batch), "sis" or "sis:W" (SIS chooses for each batch, with decode weight W, from what `board_name`'s writer
-            says of the decode side).
+            batch), "sis", "sis:W" or "sis:W:K" (SIS chooses for each batch, with decode weight W, and before every K-th
+            block again, from what `board_name`'s writer says of the decode side).
         partitioner_factory, sis_factory: make what a mode needs, at its first use.
         board_name: state board of the scheduler; it may appear later.
-        reconsider_layers: let SIS choose again before every so many blocks of the encoder; 0 for never.
+        reconsider_layers: K where the mode names none; 0 for once a batch.
 
     Raises:
         ValueError: an unknown mode, or units that the device cannot grant.
@@ -126,7 +126,7 @@ class EncoderSplit:
         self._sis: SpaceInferenceScheduler | None = None
         self._board_name = board_name
         self._board: StateBoardReader | None = None
-        self._reconsider_layers = reconsider_layers
+        self._reconsider_layers = self._default_reconsider_layers = reconsider_layers
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # SIS takes one caller at a time: batches are chosen, and their times observed, in two threads.
         self._lock = threading.Lock()
@@ -146,14 +146,13 @@ class EncoderSplit:
         Raises:
             ValueError: an unknown mode, or units that the device cannot grant; the mode stays as it was.
         """
-        kind, number = parse_sm_partition(mode)
+        asked = SmPartition.parse(mode)
+        kind, static_units = asked.kind, asked.num_sms
         if kind == "auto":
             kind = "sis" if self._device.type == "cuda" else "off"
-        static_units: int | None = None
         if kind != "off":
             partitioner = self._made_partitioner()
-            if kind == "static":
-                static_units = int(number or 0)
+            if static_units is not None:
                 if static_units > partitioner.total_units:
                     unit_name = partitioner.unit_name
                     raise ValueError(f"--sm-partition {mode}: the device has {partitioner.total_units} {unit_name}")
@@ -163,10 +162,12 @@ class EncoderSplit:
             elif self._sis is None:
                 assert self._sis_factory is not None, "the mode sis needs a sis_factory"
                 self._sis = self._sis_factory(partitioner)
-            if kind == "sis" and number is not None and self._sis is not None:
-                self._sis.decode_weight = number
         with self._lock:
             self._mode, self._kind, self._static_units = mode, kind, static_units
+            if asked.decode_weight is not None and self._sis is not None:
+                self._sis.decode_weight = asked.decode_weight
+            layers = asked.reconsider_layers
+            self._reconsider_layers = self._default_reconsider_layers if layers is None else layers
 
     def _made_partitioner(self) -> Partitioner:
         if self._partitioner is None:
@@ -261,22 +262,22 @@ class EncoderSplit:
     # ---- between the blocks of one batch
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
-        """Let SIS choose again before every `reconsider_layers`-th of the encoder's blocks, but for the first."""
-        if not self._reconsider_layers:
-            return
-        for index in range(self._reconsider_layers, len(blocks), self._reconsider_layers):
-            progress = index / len(blocks)
-            blocks[index].register_forward_pre_hook(lambda module, arguments, p=progress: self._between_blocks(p))
+        """Let SIS choose again between the encoder's blocks, where it is asked to (`reconsider_layers`)."""
+        for index, block in enumerate(blocks):
+            if index:
+                block.register_forward_pre_hook(
+                    lambda module, arguments, i=index: self._between_blocks(i, len(blocks))  # type: ignore[misc]
+                )
 
-    def _between_blocks(self, progress: float) -> None:
-        """The batch has launched `progress` of its blocks; the next ones may go to another group's stream.
+    def _between_blocks(self, index: int, num_blocks: int) -> None:
+        """Before block `index` of the running batch: it and what follows may go to another group's stream.
 
         Streams follow each other with events, so all work of the encode thread is in one order on the device whatever
         its streams: a block of memory that the allocator hands out again on one stream has been left by the others.
         """
-        running = self._running
-        if running is None or running.split is None:
-            return  # a warm-up, or a batch whose units are not SIS's to choose
+        running, every = self._running, self._reconsider_layers
+        if not every or index % every or running is None or running.split is None:
+            return  # not asked to, or a warm-up, or a batch whose units are not SIS's to choose
         if self._device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return
@@ -293,7 +294,7 @@ class EncoderSplit:
             if not decode_side_changed(running.state, state):
                 return
             running.state = state
-            split = self._sis.reconsider(state, progress)
+            split = self._sis.reconsider(state, index / num_blocks)
             self._count(split)
             group = self._partitioner.group(split.encoder_units)
             self._num_reconsidered += 1
