@@ -55,7 +55,7 @@ def test_what_is_no_workload_is_refused(text: str) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from(["text@9", "fixed:224@3", "mix@5", "mmmu@7", "burst:448@4", "turns:448@2"]),
+    st.sampled_from(["text@9", "fixed:224@3", "mix@5", "mmmu@7", "sizes@4", "burst:448@4", "turns:448@2"]),
     st.integers(1, 60),
     st.integers(0, 5),
 )
@@ -72,7 +72,7 @@ def test_a_trace_has_its_count_in_order_and_survives_storage(text: str, count: i
 
 
 def test_every_request_but_a_turn_has_images_of_its_own() -> None:
-    for text in ("fixed:448@5", "mix@5", "mmmu@5", "burst:448@5"):
+    for text in ("fixed:448@5", "mix@5", "mmmu@5", "sizes@5", "burst:448@5"):
         trace = make_trace(Workload.parse(text), 1)
         specs = [image for request in trace.requests for image in request.images]
         assert len(set(specs)) == len(specs)

@@ -46,8 +46,14 @@ def key_of(piece: bytes) -> bytes:
 class VideoWorld(World):
     """Two slices a batch, and a slab of 16 slices. Notes which rows are written, and who was answered when."""
 
-    def __init__(self, num_blocks: int = 16, capacity: int = 2 * SLICE_PATCHES, policy: str = "twsrft") -> None:
-        super().__init__(num_blocks, capacity, policy)
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        capacity: int = 2 * SLICE_PATCHES,
+        policy: str = "twsrft",
+        num_host_blocks: int = 0,
+    ) -> None:
+        super().__init__(num_blocks, capacity, policy, num_host_blocks)
         self.order: list[tuple[bytes, tuple[int, ...]]] = []
 
     def finish(self, failures: dict[bytes, ItemFailure] | None = None) -> None:
@@ -203,11 +209,11 @@ def test_a_video_that_waits_to_be_held_and_is_evicted_meanwhile_is_encoded_in_pi
     assert max(len(indices) for _, indices in world.order) == 4
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), policy=st.sampled_from(["twsrft", "fcfs", "srf"]))
 def test_random_mix_with_videos_ends_with_everything_answered_and_nothing_held(seed: int, policy: str) -> None:
     rng = random.Random(seed)
-    world = VideoWorld(num_blocks=rng.randint(8, 20), policy=policy)
+    world = VideoWorld(rng.randint(8, 20), policy=policy, num_host_blocks=rng.choice([0, 24]))
     names = [f"v{n}" for n in range(4)] + [f"i{n}" for n in range(4)]
 
     def made(name: str, rid: str) -> ImageSource:
@@ -230,6 +236,8 @@ def test_random_mix_with_videos_ends_with_everything_answered_and_nothing_held(s
                 elif luck < 0.15:
                     failures[ticket.key] = ItemFailure(503, "gone", source_gone=True)
             world.finish(failures)
+        elif action < 0.75 and world.restoring:
+            world.finish_restore(copied=rng.random() < 0.8)
         elif action < 0.85 and live:
             rid = rng.choice(sorted(live))
             live.remove(rid)
@@ -245,7 +253,9 @@ def test_random_mix_with_videos_ends_with_everything_answered_and_nothing_held(s
             if message.rid in live:
                 world.tell(FinishRequest(message.rid))
                 live.remove(message.rid)
-        if world.running:
+        if world.restoring:
+            world.finish_restore()
+        elif world.running:
             world.finish()
         elif not live:
             break

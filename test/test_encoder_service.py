@@ -104,9 +104,8 @@ class World:
         for ticket in batch.tickets:
             if ticket.key not in batch.failures:
                 self.encoded.append(ticket.key)
-                self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens] = [
-                    ticket.key
-                ] * ticket.num_tokens
+                image = self.service._pieces.whole(ticket.key)  # a piece of a video fills its part of the rows
+                self.slab[ticket.offset_tokens : ticket.offset_tokens + ticket.num_tokens] = [image] * ticket.num_tokens
         self.service.finish(batch, self.now_s)
         self.launch()
 

@@ -18,7 +18,7 @@ import pytest
 import requests
 
 from servers import Server, data_url, encoded, free_port, picture, picture_url, running, user, user_with_videos
-from videos import clip
+from videos import clip, damaged
 
 pytestmark = pytest.mark.cpu
 
@@ -380,7 +380,10 @@ def test_slow_servers_hold_up_nobody_and_leave_nothing(server: Server) -> None:
         http.shutdown()
 
 
-@pytest.mark.parametrize("data", [b"\0\0\0", b"<html>no video</html>" * 50, clip(80)[:200], clip(81, num_frames=1)])
+NO_VIDEOS = [b"\0\0\0", b"<html>no video</html>" * 50, clip(80)[:200], clip(81, num_frames=1), damaged()]
+
+
+@pytest.mark.parametrize("data", NO_VIDEOS)
 def test_files_that_are_no_video_are_refused_with_the_reason(server: Server, data: bytes) -> None:
     good = user_with_videos("What happens?", [video_url(82)])
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

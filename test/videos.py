@@ -5,9 +5,21 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+# 30 frames of 128x96 pixels at 10 a second: moving gradients, H.264 with two B frames between others and a key frame
+# every 12. Most frames are coded as differences, so that seeking to one is worth a test.
+MOVING = Path(__file__).resolve().parent / "data" / "moving.mp4"
+
+
+def damaged() -> bytes:
+    """MOVING with its header and first frame whole, and later frames overwritten."""
+    data = bytearray(MOVING.read_bytes())
+    data[1000:1600] = bytes((place * 7) % 256 for place in range(1000, 1600))
+    return bytes(data)
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:

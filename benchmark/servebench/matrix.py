@@ -29,6 +29,8 @@ class Group:
     repeats: int = 3
 
 
+TWSRFT_CPU = "sizes@4x120"
+
 SETS: dict[str, tuple[Group, ...]] = {
     # Comes first: the relative rates need S.
     "saturation": (
@@ -59,6 +61,8 @@ SETS: dict[str, tuple[Group, ...]] = {
         *(Group(("mix@0.8S", "fixed:1024@9.5"), (arm, "stock"), 1) for arm in ABLATIONS),
         Group(("turns:1024@4",), ("spaceserve-nostore", "stock"), 1),
     ),
+    # For twsrft_serving.py's model on two cores: near saturation, where the order of encoding matters.
+    "twsrft-cpu": (Group((TWSRFT_CPU,), ("spaceserve-twsrft", "spaceserve-fcfs", "spaceserve-srf", "stock"), 2),),
     "cpu": (Group(("sat:224x12", "text@2x20", "fixed:224@1x20", "burst:224@1x20"), ("spaceserve", "stock"), 1),),
 }
 

@@ -7,6 +7,7 @@ A workload is a short string, ``KIND[:SIZE][@RATE][xN]``:
 ``fixed:2048@2.8`` one 2048 x 2048 image per request; ``@0.7S`` means 0.7 of stock's measured saturation
 ``mix@0.8S``       square images of 448 to 2048 pixels in equal shares
 ``mmmu@10``        photographs (JPEG) and charts (PNG) of many sizes and aspect ratios, one or two per request
+``sizes@4``        square images of 224 to 2048 pixels, most of them small; half come alone, half in groups of ten
 ``burst:1024@4``   groups of ten requests that arrive at once, Poisson groups
 ``turns:1024@4``   conversations about the same two images, five turns, each turn resending the history
 ``sat:2048``       closed loop that measures the saturation rate S; ``sat:mix`` for the mix
@@ -35,12 +36,14 @@ MMMU_SIZES = (
     *((1024, 768), (1120, 560), (1344, 896), (1680, 1120), (2016, 1344)),
 )
 MMMU_WEIGHTS = (4, 4, 6, 6, 5, 3, 4, 3, 2, 1, 1)
+# Mostly small pictures with a tail of large ones, as chat and document traffic has; shares are an assumption.
+SIDE_SHARES = {224: 0.25, 336: 0.20, 448: 0.20, 672: 0.12, 1024: 0.13, 1536: 0.06, 2048: 0.04}
 BURST_SIZE = 10
 TURNS_PER_CONVERSATION = 5
 IMAGES_PER_CONVERSATION = 2
-KINDS = ("text", "fixed", "mix", "mmmu", "burst", "turns", "sat")
+KINDS = ("text", "fixed", "mix", "mmmu", "sizes", "burst", "turns", "sat")
 PATTERN = re.compile(
-    r"(?P<kind>[a-z]+)(:(?P<size>\d+|mix|mmmu|text))?(@(?P<rate>\d+(\.\d+)?)(?P<relative>S)?)?(x(?P<count>\d+))?"
+    r"(?P<kind>[a-z]+)(:(?P<size>\d+|mix|mmmu|sizes|text))?(@(?P<rate>\d+(\.\d+)?)(?P<relative>S)?)?(x(?P<count>\d+))?"
 )
 
 
@@ -65,7 +68,7 @@ class Workload:
             raise ValueError(f"workload {text!r} needs an image size, as in {kind}:1024@4")
         if kind == "sat" and not size:
             raise ValueError(f"workload {text!r} needs a size, as in sat:1024 or sat:mix")
-        if kind in ("text", "mix", "mmmu") and size:
+        if kind in ("text", "mix", "mmmu", "sizes") and size:
             raise ValueError(f"workload {text!r} takes no size")
         if (kind == "sat") != (match["rate"] is None):
             raise ValueError(f"workload {text!r}: every kind but sat has a rate, and sat has none")
@@ -98,7 +101,7 @@ class Workload:
     @property
     def saturation_name(self) -> str:
         """The workload that measures this one's S."""
-        if self.kind in ("mix", "mmmu", "text"):
+        if self.kind in ("mix", "mmmu", "sizes", "text"):
             return f"sat:{self.kind}"
         return f"sat:{self.size}"
 
@@ -198,6 +201,19 @@ def poisson_arrivals(rng: random.Random, count: int, rate: float) -> list[float]
     return sorted(round(rng.uniform(0.0, count / rate), 4) for _ in range(count))
 
 
+def burst_arrivals(rng: random.Random, count: int, rate: float) -> list[float]:
+    """Arrival times (s) in groups of ``BURST_SIZE`` at once; ``rate`` counts requests."""
+    groups = -(-count // BURST_SIZE)
+    starts = poisson_arrivals(rng, groups, rate / BURST_SIZE)
+    return [start for start in starts for _ in range(BURST_SIZE)][:count]
+
+
+def _shared_sides(count: int) -> list[int]:
+    """``count`` sides in the shares of ``SIDE_SHARES``, smallest first; what rounding leaves over is smallest."""
+    sides = [side for side, share in SIDE_SHARES.items() for _ in range(int(share * count))]
+    return [min(SIDE_SHARES)] * (count - len(sides)) + sides
+
+
 def _mmmu_image(rng: random.Random, seed: int, scale: float) -> ImageSpec:
     """A chart or a photograph of one of ``MMMU_SIZES``: few enough sizes to warm each of them."""
     (width, height), *_ = rng.choices(MMMU_SIZES, MMMU_WEIGHTS)
@@ -228,9 +244,11 @@ def make_trace(
     if kind == "sat":
         kind, arrivals = (workload.size if not workload.size.isdigit() else "fixed"), [0.0] * count
     elif kind == "burst":
-        groups = -(-count // BURST_SIZE)
-        starts = poisson_arrivals(rng, groups, rate / BURST_SIZE)
-        arrivals = [start for start in starts for _ in range(BURST_SIZE)][:count]
+        arrivals = burst_arrivals(rng, count, rate)
+    elif kind == "sizes":
+        alone = count // 2
+        arrivals = poisson_arrivals(rng, alone, rate / 2) if alone else []
+        arrivals = sorted(arrivals + burst_arrivals(rng, count - alone, rate / 2))
     else:
         arrivals = poisson_arrivals(rng, count, rate)
 
@@ -241,18 +259,21 @@ def make_trace(
     requests: list[TraceRequest] = []
     if kind == "turns":
         requests = _conversations(workload, rng, base, rate, output_len, num_words, scale)
+    sides = _shared_sides(count)
     for index in range(count if kind != "turns" else 0):
         images: tuple[ImageSpec, ...] = ()
         if kind in ("fixed", "burst"):
             images = (square(base + 2 * index, int(workload.size)),)
         elif kind == "mix":
             images = (square(base + 2 * index, MIX_SIZES[index % len(MIX_SIZES)]),)
+        elif kind == "sizes":
+            images = (square(base + 2 * index, sides[index]),)
         elif kind == "mmmu":
             pair = 2 if rng.random() < 0.1 else 1
             images = tuple(_mmmu_image(rng, base + 2 * index + k, scale) for k in range(pair))
         requests.append(TraceRequest(index, arrivals[index], images, (base + 2 * index,), num_words, output_len))
-    if kind == "mix":
-        # Equal shares, in random order.
+    if kind in ("mix", "sizes"):
+        # Given shares, in random order.
         shuffled = [request.images for request in requests]
         rng.shuffle(shuffled)
         requests = [

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from servebench.workload import SIDE_SHARES
 from spaceserve.encoder_schedule import EncodeItem, EncodeQueue, SchedulePolicy
 
 STAND_IN_CURVE = [(5_329, 26.5), (21_316, 251.0)]
-# Mostly small pictures with a tail of large ones, as chat and document traffic has; shares are an assumption.
-SIDE_SHARES = {224: 0.25, 336: 0.20, 448: 0.20, 672: 0.12, 1024: 0.13, 1536: 0.06, 2048: 0.04}
 CLASSES = {"small (to 448 px)": 1_024, "medium (672, 1024 px)": 5_476, "large (1536, 2048 px)": 10**9}
 
 
