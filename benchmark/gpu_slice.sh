@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One call on a CUDA host: writes a dummy model of real shape, runs the next missing slices of a set (or measures the
-# bound), packs what was written into OUT_DIR, and prints a table last.
-#   gpu_slice.sh OUT_DIR TOKENIZER_DIR MODEL RESULTS_DIR bound|SET|- [flags of `serve_bench.py run` or `bound.py measure`]
+# bound, or the encoder's SM modes), packs what was written into OUT_DIR, and prints a table last.
+#   gpu_slice.sh OUT_DIR TOKENIZER_DIR MODEL RESULTS_DIR bound|modes|SET|- [more flags]
 # MODEL is a name of dummy_model.py, e.g. qwen2-vl-7b. With `-` give --arms and --workloads. PYTHON names the interpreter.
 set -euo pipefail
 out=$1 tokenizer=$2 model=$3 results=$4 what=$5
@@ -19,6 +19,11 @@ bound)
   "$python" "$here/bound.py" measure "${common[@]}" "$@" || status=$?
   tar czf "$out/bound.tgz" -C "$results" bounds
   exit "$status"
+  ;;
+modes)
+  # SIS against static splits on a load that changes, all on one server: see sm_modes.py. OUT_DIR gets the passes.
+  exec "$python" "$here/sm_modes.py" measure --model "$model_dir" --model-name "$model" --out "$results/sm-modes-$model" \
+    --common-flags "--load-format dummy" --bundle "$out/sm-modes.tgz" --log-dir "$out/logs" "$@"
   ;;
 -) ;;
 *) set -- --set "$what" "$@" ;;

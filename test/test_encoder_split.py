@@ -302,7 +302,7 @@ def channels(tmp_path: Path) -> Channels:
 def client(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     app = FastAPI()
     # SGLang's own module would be imported for seconds.
-    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=app))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace(app=app))
     monkeypatch.setattr(status, "TAKEN_OVER_TIMEOUT_S", 0.2)
     status.add_status_routes(channels, lambda: {"state": "running"})
     add_api_key_middleware(app, api_key=None, admin_api_key="secret")

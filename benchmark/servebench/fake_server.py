@@ -26,6 +26,13 @@ class Script:
     fail: tuple[int, ...] = ()
     seen: list[str] = field(default_factory=list)
     flushes: int = 0
+    mode: str = "sis"
+
+    @property
+    def step_ms(self) -> float:
+        """``static:N`` decodes with N / 32 of the scripted time, as if the encoder's N SMs were missing."""
+        kind, _, num_sms = self.mode.partition(":")
+        return self.tpot_ms * (int(num_sms) / 32 if kind == "static" else 1.0)
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:
@@ -44,7 +51,7 @@ def make_app(script: Script) -> web.Application:
     """The application; ``script.seen`` and ``script.flushes`` change as it is used."""
 
     async def pace(index: int) -> None:
-        delay = script.ttft_ms if index == 0 else script.tpot_ms
+        delay = script.ttft_ms if index == 0 else script.step_ms
         if script.stall_at and index == script.stall_at:
             delay += script.stall_ms
         if delay:
@@ -101,10 +108,15 @@ def make_app(script: Script) -> web.Application:
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(text=f"spaceserve:fake_requests {len(script.seen)}\n")
 
+    async def sm_partition(request: web.Request) -> web.Response:
+        script.mode = (await request.json())["mode"]
+        return web.json_response({"mode": script.mode})
+
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", generate)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_route("*", "/flush_cache", flush)
+    app.router.add_post("/spaceserve/sm-partition", sm_partition)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
     return app

@@ -210,27 +210,7 @@ class Session:
         concurrencies: Sequence[int | None],
         timeout_s: float,
     ) -> list[RequestRecord]:
-        """Run the client once for each of ``concurrencies`` (None: open loop); the records of the last."""
-        job_file, out = self.config.work_dir / "client.json", self.config.work_dir / "records.json"
-        out.unlink(missing_ok=True)
-        job = {
-            "url": url,
-            "bodies": str(bodies.path),
-            "spans": bodies.spans,
-            "arrivals_s": list(arrivals_s),
-            "concurrencies": list(concurrencies),
-            "timeout_s": timeout_s,
-            "out": str(out),
-        }
-        job_file.write_text(json.dumps(job))
-        here = Path(__file__).resolve().parent.parent
-        subprocess.run(
-            [sys.executable, "-m", "servebench.client", str(job_file)],
-            cwd=here,
-            timeout=timeout_s * len(concurrencies) + 60,
-            check=True,
-        )
-        return [RequestRecord(**row) for row in json.loads(out.read_text())]
+        return run_client(self.config.work_dir, bodies, arrivals_s, url, concurrencies, timeout_s)
 
     def _store(self, job: Job, session_id: str, environment: dict[str, Any]) -> None:
         """Write the slice; it counts as done when every arm ran, and as failed when one could not."""
@@ -264,6 +244,38 @@ class Session:
                 "arms": job.arms,
             },
         )
+
+
+def run_client(
+    work_dir: Path,
+    bodies: BodyFile,
+    arrivals_s: Sequence[float],
+    url: str,
+    concurrencies: Sequence[int | None],
+    timeout_s: float,
+) -> list[RequestRecord]:
+    """Run the client in a process of its own, once for each of ``concurrencies`` (None: open loop); the records of the
+    last. Raises CalledProcessError or TimeoutExpired where the client itself fails."""
+    job_file, out = work_dir / "client.json", work_dir / "records.json"
+    out.unlink(missing_ok=True)
+    job = {
+        "url": url,
+        "bodies": str(bodies.path),
+        "spans": bodies.spans,
+        "arrivals_s": list(arrivals_s),
+        "concurrencies": list(concurrencies),
+        "timeout_s": timeout_s,
+        "out": str(out),
+    }
+    job_file.write_text(json.dumps(job))
+    here = Path(__file__).resolve().parent.parent
+    subprocess.run(
+        [sys.executable, "-m", "servebench.client", str(job_file)],
+        cwd=here,
+        timeout=timeout_s * len(concurrencies) + 60,
+        check=True,
+    )
+    return [RequestRecord(**row) for row in json.loads(out.read_text())]
 
 
 def warmup_trace(trace: Trace, rounds: int) -> Trace:

@@ -265,9 +265,7 @@ class EncoderSplit:
         """Let SIS choose again between the encoder's blocks, where it is asked to (`reconsider_layers`)."""
         for index, block in enumerate(blocks):
             if index:
-                block.register_forward_pre_hook(
-                    lambda module, arguments, i=index: self._between_blocks(i, len(blocks))  # type: ignore[misc]
-                )
+                block.register_forward_pre_hook(lambda module, arguments, i=index: self._between_blocks(i, len(blocks)))
 
     def _between_blocks(self, index: int, num_blocks: int) -> None:
         """Before block `index` of the running batch: it and what follows may go to another group's stream.
