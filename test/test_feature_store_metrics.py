@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from spaceserve.feature_store import FeatureStore
+from spaceserve.feature_store import FeatureStore, HostStore
 from spaceserve.feature_store.metrics import FeatureStoreMetrics
 
 pytestmark = pytest.mark.cpu
@@ -68,6 +68,34 @@ def test_values_follow_the_store() -> None:
     assert value("feature_store_pinned_bytes") == 0
     assert value("feature_store_cached_bytes") == 300
     assert b"spaceserve:feature_store_used_blocks" in generate_latest(registry)
+
+
+def test_the_host_tier_has_metrics_of_its_own() -> None:
+    registry = CollectorRegistry()
+    metrics = FeatureStoreMetrics(LABELS, block_bytes=100, registry=registry)
+    store = FeatureStore(1, block_tokens=2, host=HostStore(1, 2))
+    for rid, key in (("r0", b"a"), ("r1", b"b"), ("r2", b"a")):
+        store.register(rid, [(key, 2, 10)])
+        assert store.try_reserve(rid)
+        for wanted in store.keys_to_restore(rid):
+            store.begin_restore(wanted)
+            store.commit(wanted)
+        for wanted in store.keys_to_encode(rid):
+            store.begin_encode(wanted)
+            store.commit(wanted)
+        store.release(rid)
+    for _ in range(2):
+        metrics.update(store.stats())
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(f"spaceserve:feature_store_{name}", LABELS)
+
+    # r1 sent a to the host. r2 wanted a, in the place of b, which found no room beside it on the host.
+    assert value("host_saved_total") == 1
+    assert value("host_evictions_total") == 0
+    assert value("host_hits_total") == 1
+    assert value("host_used_bytes") == 100
+    assert value("host_entries") == 1
 
 
 SCRIPT = """

@@ -144,6 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _reserve(self, rid: str) -> None:
         before = self.store.stats(), [self.store.ticket(key) for key in BLOCKS]
+        on_host = {key for key in self.wants[rid] if self.store.is_on_host(key)}
         reserved = self.store.try_reserve(rid)
         if not reserved:
             assert rid not in self.holds
@@ -152,6 +153,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.encoding or self.holds, f"{rid} fits the slab, nothing is pinned, and it gets no room"
             return
         self.holds.add(rid)
+        # Whoever came for features on the host has not lost them to those that went there for its sake.
+        assert on_host <= {key for key in self.wants[rid] if self.store.is_on_host(key)}
         to_encode, to_restore = self.store.keys_to_encode(rid), self.store.keys_to_restore(rid)
         for key in self.wants[rid]:
             ways = (key in to_encode, key in to_restore, key in self.encoding, self.store.ticket(key) is not None)

@@ -9,6 +9,7 @@ were written.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spaceserve.feature_store.extents import EvictionTier, ExtentTable
@@ -60,19 +61,23 @@ class HostStore:
         copy = self._copies.get(key)
         return None if copy is None else copy.start * self._block_tokens
 
-    def put(self, key: bytes, num_tokens: int, rebuild_us: int) -> int | None:
-        """Keep the features of `key`, which the slab gives up; evicts what is in the way.
+    def put(self, key: bytes, num_tokens: int, rebuild_us: int, keep: Collection[bytes] = ()) -> int | None:
+        """Keep the features of `key`, which the slab gives up; evicts what is in the way, but none of `keep`.
 
         Returns:
             First row of the place that they have to be copied to; None where there is nothing to copy: they are here
-            already, or larger than the whole tier.
+            already, or there is no room for them.
         """
         copy = self._copies.get(key)
         if copy is not None:
             self._touch(copy)
             return None
         num_blocks = -(-num_tokens // self._block_tokens)
-        placement = self._extents.layout(self._tick).plan([num_blocks])
+        layout = self._extents.layout(self._tick)
+        for kept in keep:
+            if kept in self._copies:
+                layout.pin(self._copies[kept].start)
+        placement = layout.plan([num_blocks])
         if placement is None:
             return None
         for start in placement.evicted:

@@ -19,7 +19,7 @@ can reserve: see `Layout.plan`. Who may try first is the encode queue's business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -237,10 +237,10 @@ class FeatureStore:
         placement, moved, to_place = planned
         self._changed()
         for entry in moved:
-            self._evict(entry, "repack")
+            self._evict(entry, "repack", request.keys)
         for start in placement.evicted:
             victim = self._entry_at[start]
-            self._evict(victim, _reason(self._tier(victim)))
+            self._evict(victim, _reason(self._tier(victim)), request.keys)
         for entry, start in zip(to_place, placement.starts, strict=True):
             self._last_generation += 1
             self._extents.add(start, entry.num_blocks)
@@ -603,12 +603,13 @@ class FeatureStore:
             self._entries.pop(entry.key, None)
         self._reprice(entry)
 
-    def _evict(self, entry: _Entry, reason: str) -> None:
+    def _evict(self, entry: _Entry, reason: str, keep: Collection[bytes] = ()) -> None:
+        """`keep`: what must not give way in the host tier, since the room in the slab is for it."""
         assert entry.state is _State.READY, "only ready features are evicted"
         assert entry.num_holders == 0, "features that a request holds are never evicted"
         self._evictions[reason] += 1
         if self._host is not None and reason != "flush":
-            host_row = self._host.put(entry.key, entry.num_tokens, entry.rebuild_us)
+            host_row = self._host.put(entry.key, entry.num_tokens, entry.rebuild_us, keep)
             if host_row is not None and self._save is not None:
                 self._save(self._ticket(entry), host_row)
         self._lose_extent(entry)
