@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import io
 import json
 import random
@@ -43,6 +44,7 @@ REPO = Path(__file__).resolve().parent.parent
 BLOCK_TOKENS = 16
 
 
+@functools.cache
 def photo(seed: int, side: int) -> bytes:
     """A JPEG file of coloured patches and noise, `side` pixels square; another seed is another image."""
     import numpy as np
@@ -130,9 +132,14 @@ def measure_copies(worker: Worker, sides: Sequence[int], repeats: int) -> list[d
         def encode(pixels: torch.Tensor = pixels, source: ImageSource = source) -> None:
             worker.encoder.encode([pixels], [source.grid_thw])
 
+        def copy_out(to: torch.Tensor = host, rows: torch.Tensor = slab) -> None:
+            to.copy_(rows, non_blocking=True)
+
+        def copy_back(to: torch.Tensor = slab, rows: torch.Tensor = host) -> None:
+            to.copy_(rows, non_blocking=True)
+
         encode_ms = worker.median_ms(encode, repeats)
-        out_ms = worker.median_ms(lambda to=host, rows=slab: to.copy_(rows, non_blocking=True), repeats)
-        back_ms = worker.median_ms(lambda to=slab, rows=host: to.copy_(rows, non_blocking=True), repeats)
+        out_ms, back_ms = worker.median_ms(copy_out, repeats), worker.median_ms(copy_back, repeats)
         num_bytes = features.numel() * features.itemsize
         rows.append(
             {
@@ -283,7 +290,7 @@ def run_served(options: argparse.Namespace, with_host: bool) -> dict[str, Any]:
                 {"type": "text", "text": f"Question {number}:"},
                 {"type": "image_url", "image_url": {"url": uris[order[number]]}},
             ]
-            body = {
+            body: dict[str, Any] = {
                 "model": "m",
                 "messages": [{"role": "user", "content": content}],
                 "max_tokens": 1,

@@ -100,7 +100,7 @@ def ask(url: str, messages: Sequence[dict[str, Any]]) -> Answer:
 
     Raises RuntimeError where the server answers with an error.
     """
-    body = {
+    body: dict[str, Any] = {
         "model": "m",
         "messages": list(messages),
         "max_tokens": MAX_TOKENS,

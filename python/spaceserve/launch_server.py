@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         own = {field.name for field in fields(SpaceServeConfig)}
-        matches: list[Any] = super()._get_option_tuples(option_string)  # type: ignore[misc]
+        matches: list[Any] = super()._get_option_tuples(option_string)
         return [match for match in matches if match[0].dest not in own]
 
 
