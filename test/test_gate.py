@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from spaceserve.feature_store.store import Ticket
+from spaceserve.feature_store import FeatureStore, HostStore, Ticket
 from spaceserve.messages import (
     DropCached,
     EncodeRequest,
@@ -26,6 +29,7 @@ from spaceserve.messages import (
 )
 from spaceserve.scheduler.feature_view import FeatureView, MissingFeatures
 from spaceserve.scheduler.gate import EncoderGate
+from spaceserve.scheduler.log_line import ImagesInLogLine
 from spaceserve.scheduler.tracking import ASKED_KEY, OWNER_KEY, SOURCE_KEY, rid_of, worker_id
 from spaceserve.slab import Slab, SlabHandle
 
@@ -361,3 +365,40 @@ def test_a_missing_feature_is_an_error_and_never_an_encode(bench: Bench) -> None
         bench.view.get_single(1)
     with pytest.raises(MissingFeatures):
         bench.view.set(1, None)
+
+
+def test_the_log_line_shows_gate_and_store(bench: Bench, tmp_path: Path) -> None:
+    status_file = tmp_path / "status.json"
+    log_line = ImagesInLogLine(bench.gate.summary, status_file)
+
+    def shown(message: str) -> str:
+        record = logging.LogRecord("sglang", logging.INFO, "", 0, message, None, None)
+        assert log_line.filter(record)
+        return str(record.msg)
+
+    bench.arrive("r", "a", asked=True)
+    assert shown("Prefill batch, #new-seq: 1").startswith("Prefill batch, #new-seq: 1, #image-req: 1")
+    assert shown("Decode batch") == "Decode batch"
+    store = FeatureStore(4, 2, host=HostStore(4, 2))
+    store.register("r", [(b"a", 4, 1)])
+    assert store.try_reserve("r")
+    stats = store.stats()
+    status: dict[str, Any] = {
+        "num_encoded": 7,
+        "store": {name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "host"},
+        "evictions": {"pressure": 2, "wanted": 1},
+        "host": {"hits": 5},
+    }
+    status["store"]["evictions"] = {}
+    status_file.write_text(json.dumps(status))
+    assert "feature usage" not in shown("Prefill batch"), "the file is read once a second"
+    log_line._read_s = float("-inf")
+    line = shown("Prefill batch")
+    assert "#feature-wait-req: 1" in line
+    assert line.endswith(
+        "feature usage: 0.50, #pinned-block: 0, #feature-hit: 0, #coalesced-encode: 0, #encode: 7, "
+        "#evicted-feature: 3, #host-hit: 5"
+    )
+    status_file.write_text("{")
+    log_line._read_s = float("-inf")
+    assert "feature usage" not in shown("Prefill batch")

@@ -277,6 +277,7 @@ def test_metrics(server: Server) -> None:
         assert lines, f"spaceserve:{name} is not in /metrics"
         assert float(lines[0].split()[-1]) > 0
     assert "#elided-encode:" in server.log
+    assert "feature usage: " in server.log
 
 
 def test_flush_cache_empties_both_caches(server: Server) -> None:

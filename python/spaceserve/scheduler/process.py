@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from spaceserve.messages import FeaturesFailed, FeaturesReady, WorkerDown, Worke
 from spaceserve.scheduler.feature_view import FeatureView
 from spaceserve.scheduler.gate import EncoderGate
 from spaceserve.scheduler.link import EncoderLink
+from spaceserve.scheduler.log_line import ImagesInLogLine
 from spaceserve.scheduler.publisher import DecodePublisher
 from spaceserve.scheduler.side_lanes import lanes_for
 from spaceserve.scheduler.side_prefill import SidePrefill, side_prefill_hooks
@@ -233,20 +235,6 @@ def gate_hooks(
     return hooks
 
 
-class GateInLogLine(logging.Filter):
-    """Adds the gate's state to SGLang's line about each prefill batch."""
-
-    def __init__(self, gate: EncoderGate) -> None:
-        super().__init__()
-        self._gate = gate
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Always passes the record."""
-        if isinstance(record.msg, str) and record.msg.startswith("Prefill batch"):
-            record.msg = f"{record.msg}, {self._gate.summary()}"
-        return True
-
-
 def run_scheduler_process(
     config: SpaceServeConfig,
     channels: Channels,
@@ -280,7 +268,8 @@ def run_scheduler_process(
         metrics = FeatureStoreMetrics({"model_name": str(server_args.served_model_name)}, block_bytes=0)
     gate = EncoderGate(view, link, config.encoder_timeout_s, metrics)
     publisher = DecodePublisher(channels.state_board(dp_rank or 0)) if is_entry_rank else None
-    logging.getLogger("sglang.srt.managers.scheduler_components.metrics_reporter").addFilter(GateInLogLine(gate))
+    log_line = ImagesInLogLine(gate.summary, Path(channels.status_file))
+    logging.getLogger("sglang.srt.managers.scheduler_components.metrics_reporter").addFilter(log_line)
     on_gpu = server_args.device == "cuda"
     side = SidePrefill()
     hooks = decoder_only_hooks(family) + gate_hooks(gate, view, side, publisher, on_gpu=on_gpu)
