@@ -242,8 +242,10 @@ def arms_for(
     switch_cost_us: float,
     weight: float,
 ) -> list[Arm]:
-    def sis_arm(name: str, sis: SpaceInferenceScheduler) -> Arm:
+    def sis_arm(name: str, sis: SpaceInferenceScheduler, per_batch: bool = False) -> Arm:
         def choose(state: GpuState, progress: float) -> int:
+            if progress >= 0 and per_batch:
+                return sis.last_decisions()[-1].split.encoder_units
             split = sis.decide(state) if progress < 0 else sis.reconsider(state, progress)
             return split.encoder_units
 
@@ -267,7 +269,9 @@ def arms_for(
     arms = [
         sis_arm("sis:least_time", make("least_time")),
         sis_arm(f"sis:least_time,w={weight:g}", make("least_time", decode_weight=weight)),
+        sis_arm(f"sis:w={weight:g}, per batch", make("least_time", decode_weight=weight), per_batch=True),
         sis_arm("sis:tpot", first),
+        sis_arm("sis:tpot, per batch", make("tpot"), per_batch=True),
     ]
     # A static mask stays where it is, even while the decoder idles. An idle encoder leaves the decoder every SM.
     arms += [static_arm(n) for n in first.shared_rungs if n < rungs[-1]]

@@ -111,6 +111,8 @@ def test_every_mode_puts_batches_where_it_says(make_bench: Callable[..., Bench])
     assert 16 <= chosen < TOTAL_SMS
     bench.split.set_mode("sis:50")
     assert bench.encode() < chosen  # a decode step that weighs more keeps more for the decoder
+    bench.split.set_mode("sis")
+    assert bench.encode() == chosen
     bench.split.set_mode("off")
     assert bench.encode() == TOTAL_SMS
 

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 # cuBLAS failed in a remainder of 12 SMs of an H200 and worked in one of 20.
 MIN_GPU_UNITS = 16
+# Of `sis` without a weight: one decode step counts as much as one encoder batch, as in the paper.
+DEFAULT_DECODE_WEIGHT = 1.0
 # A decode side that has written nothing for this long runs nothing.
 STALE_DECODE_STATE_S = 0.5
 
@@ -164,8 +166,8 @@ class EncoderSplit:
                 self._sis = self._sis_factory(partitioner)
         with self._lock:
             self._mode, self._kind, self._static_units = mode, kind, static_units
-            if asked.decode_weight is not None and self._sis is not None:
-                self._sis.decode_weight = asked.decode_weight
+            if self._sis is not None:
+                self._sis.decode_weight = DEFAULT_DECODE_WEIGHT if asked.decode_weight is None else asked.decode_weight
             layers = asked.reconsider_layers
             self._reconsider_layers = self._default_reconsider_layers if layers is None else layers
 
