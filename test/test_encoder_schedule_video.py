@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -36,26 +38,53 @@ def test_bad_input_is_refused(grid: tuple[int, ...], capacity: int) -> None:
         split_video(grid, capacity)
 
 
-def test_pieces_have_the_features_of_the_whole() -> None:
-    """On the reference implementation with random weights: each piece equals its rows of the whole video's features.
+PATCH_SIZE = 4
 
-    Cutting inside a slice would not: the counter-test cuts by rows of patches and must differ.
-    """
+
+def qwen2_encoder() -> torch.nn.Module:
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+    config = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=24, num_heads=2, patch_size=PATCH_SIZE)
+    return Qwen2VisionTransformerPretrainedModel(config)
+
+
+def qwen2_5_encoder() -> torch.nn.Module:
+    """With windows smaller than a slice in one layer, and attention over the whole slice in the other."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    config = Qwen2_5_VLVisionConfig(
+        depth=2,
+        hidden_size=32,
+        out_hidden_size=24,
+        intermediate_size=48,
+        num_heads=2,
+        patch_size=PATCH_SIZE,
+        window_size=4 * PATCH_SIZE,
+        fullatt_block_indexes=[1],
+    )
+    return Qwen2_5_VisionTransformerPretrainedModel(config)
+
+
+@pytest.mark.parametrize("make", [qwen2_encoder, qwen2_5_encoder])
+def test_pieces_have_the_features_of_the_whole(make: Callable[[], torch.nn.Module]) -> None:
+    """On the reference implementations with random weights: each piece equals its rows of the whole video's features.
+
+    Cutting inside a slice would not: the counter-test cuts by rows of patches and must differ.
+    """
     torch.manual_seed(0)
-    patch_size = 4
-    config = Qwen2VLVisionConfig(depth=2, embed_dim=32, hidden_size=24, num_heads=2, patch_size=patch_size)
-    encoder = Qwen2VisionTransformerPretrainedModel(config).eval()
-    t, h, w = 7, 4, 6
-    num_frames = config.temporal_patch_size
-    assert isinstance(num_frames, int)
-    pixels = torch.randn(t * h * w, 3 * num_frames * patch_size**2)
+    encoder = make().eval()
+    for name, weight in encoder.named_parameters():
+        if "qkv" in name:  # as initialised, attention is nearly uniform, and what it attends to would hardly matter
+            weight.data *= 10
+    t, h, w = 7, 4, 12
+    pixels = torch.randn(t * h * w, 3 * 2 * PATCH_SIZE**2)
 
     def features(rows: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
         with torch.inference_mode():
-            return encoder(rows, grid_thw=torch.tensor([grid])).pooler_output
+            found: torch.Tensor = encoder(rows, grid_thw=torch.tensor([grid])).pooler_output
+            return found
 
     whole = features(pixels, (t, h, w))
     assert whole.shape == (t * h * w // 4, 24)

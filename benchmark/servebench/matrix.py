@@ -62,7 +62,7 @@ SETS: dict[str, tuple[Group, ...]] = {
         Group(("turns:1024@4",), ("spaceserve-nostore", "stock"), 1),
     ),
     # For twsrft_serving.py's model on two cores: near saturation, where the order of encoding matters.
-    "twsrft-cpu": (Group((TWSRFT_CPU,), ("spaceserve-twsrft", "spaceserve-fcfs", "spaceserve-srf", "stock"), 2),),
+    "twsrft-cpu": (Group((TWSRFT_CPU,), ("spaceserve-twsrft", "spaceserve-fcfs", "spaceserve-srf", "stock"), 3),),
     "cpu": (Group(("sat:224x12", "text@2x20", "fixed:224@1x20", "burst:224@1x20"), ("spaceserve", "stock"), 1),),
 }
 
