@@ -93,6 +93,12 @@ def test_features_survive_the_way_there_and_back() -> None:
     host.close()
 
 
+def test_a_tier_larger_than_the_memory_is_refused() -> None:
+    slab = Slab(torch.zeros(2, 1024), SlabHandle(2, 1024, "torch.float32", "none", None))
+    with pytest.raises(ValueError, match="--encoder-feature-host-gb: the host has"):
+        HostTier(slab, num_tokens=2**40)
+
+
 @pytest.mark.gpu
 def test_features_survive_the_way_there_and_back_on_a_gpu() -> None:
     device = torch.device("cuda", torch.cuda.current_device())

@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,12 @@ from spaceserve.feature_store.store import Ticket
 from spaceserve.slab import Slab
 
 logger = logging.getLogger(__name__)
+
+
+def _available_memory_bytes() -> int:
+    """What Linux estimates could be allocated now without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 class HostTier:
@@ -29,17 +36,26 @@ class HostTier:
     """
 
     def __init__(self, slab: Slab, num_tokens: int) -> None:
-        """Raises ValueError where the host has no memory for it (or may not pin so much)."""
+        """Raises ValueError where the host has not that much memory, or may not pin it."""
         rows = slab.rows
         self._slab = slab
         self._on_gpu = rows.device.type == "cuda"
-        try:
-            self._rows = torch.empty(num_tokens, rows.shape[1], dtype=rows.dtype, pin_memory=self._on_gpu)
-        except RuntimeError as error:
-            num_bytes = num_tokens * rows.shape[1] * rows.itemsize
+        num_bytes = num_tokens * rows.shape[1] * rows.itemsize
+        available_bytes = _available_memory_bytes()
+        if num_bytes > available_bytes:
             raise ValueError(
-                f"--encoder-feature-host-gb: no {num_bytes / 1e9:.1f} GB of host memory ({error})"
-            ) from error
+                f"--encoder-feature-host-gb: the host has {available_bytes / 1e9:.1f} GB of memory left, "
+                f"the tier would take {num_bytes / 1e9:.1f}"
+            )
+        self._rows = torch.empty(num_tokens, rows.shape[1], dtype=rows.dtype)
+        if self._on_gpu:
+            # Pinned in place: torch's own pinned allocations are rounded up to the next power of two.
+            try:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._rows.data_ptr(), num_bytes, 0))
+            except RuntimeError as error:
+                raise ValueError(
+                    f"--encoder-feature-host-gb: {num_bytes / 1e9:.1f} GB of host memory cannot be pinned ({error})"
+                ) from error
         self._stream = torch.cuda.Stream(rows.device) if self._on_gpu else None
         self._completion_thread = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
         self._restored: queue.SimpleQueue[tuple[bytes, bool]] = queue.SimpleQueue()
