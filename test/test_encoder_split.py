@@ -267,6 +267,46 @@ def test_a_changed_decode_side_that_is_best_served_as_before_moves_nothing(make_
     assert bench.split.snapshot()["num_changes_within_batches"] == 0
 
 
+def test_on_a_gpu_the_host_waits_for_the_block_before_it_decides(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launching thread must not run ahead of the device by more than two intervals of blocks."""
+    log: list[str] = []
+
+    class FakeEvent:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            self.name = "timing" if enable_timing else f"mark {sum(line.startswith('record mark') for line in log)}"
+
+        def record(self) -> None:
+            log.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            log.append(f"wait for {self.name}")
+
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    bench = make_bench("sis", reconsider_layers=2)
+    bench.split._device = torch.device("cuda", 0)
+    bench.decode(32)
+    encoder = Encoder(bench, 8, lambda index: log.append(f"block {index}"))
+    bench.split.attach(list(encoder.blocks))
+    run_encoder(bench, encoder)
+    marks = [line for line in log if "timing" not in line]
+    assert marks == [
+        *("block 0", "block 1", "record mark 0"),
+        *("block 2", "block 3", "record mark 1", "wait for mark 0"),
+        *("block 4", "block 5", "record mark 2", "wait for mark 1"),
+        *("block 6", "block 7"),
+    ]
+    # A graph that is being captured takes no wait, and its launches belong to no batch's decision.
+    log.clear()
+    capturing = True
+    run_encoder(bench, encoder)
+    assert not [line for line in log if "mark" in line]
+
+
 def test_no_layer_reconsiders_by_default(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("sis")
     encoder = Encoder(bench, 8, lambda index: bench.decode(32))
