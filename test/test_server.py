@@ -272,6 +272,9 @@ def test_metrics(server: Server) -> None:
         "feature_store_misses_total",
         "elided_encodes_total",
         "feature_wait_seconds_count",
+        "encoder_batches_total",
+        "encoder_sms",
+        "encode_seconds_count",
     ):
         lines = [line for line in metrics.splitlines() if line.startswith(f"spaceserve:{name}")]
         assert lines, f"spaceserve:{name} is not in /metrics"

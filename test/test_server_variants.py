@@ -6,6 +6,7 @@ import concurrent.futures
 from collections.abc import Iterator
 
 import pytest
+import requests
 from PIL import Image
 
 from servers import Server, data_url, encoded, picture_url, running, user
@@ -105,3 +106,15 @@ def test_sis_on_cores() -> None:
         decisions = server.status()["split"]["decisions"]
         assert decisions
         assert decisions[-1]["measured_encoder_ms"] > 0
+        # The same answers under every mode, changed while it serves; the last one moves between layers.
+        question = [user("Describe the picture.", picture_url(40))]
+        answer = server.answer(question)
+        for mode in ("static:1", "off", "sis:8", "sis:1:1"):
+            changed = requests.post(f"{server.url}/spaceserve/sm-partition", json={"mode": mode}, timeout=30)
+            assert changed.status_code == 200, changed.text
+            assert changed.json()["mode"] == mode
+            assert requests.post(f"{server.url}/flush_cache", timeout=30).status_code == 200
+            assert server.answer(question) == answer
+        refused = requests.post(f"{server.url}/spaceserve/sm-partition", json={"mode": "static:9999"}, timeout=30)
+        assert refused.status_code == 400
+        assert "the device has" in refused.text
