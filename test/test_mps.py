@@ -381,10 +381,7 @@ def test_a_dead_control_daemon_is_replaced_and_its_server_left_to_its_clients(en
         assert metric(registry, "mps_up") == 0
 
 
-def test_a_control_daemon_that_keeps_dying_is_given_up(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mps, "_START_TIMEOUT_S", 0.3)
+def test_a_control_daemon_that_keeps_dying_is_given_up(environ: dict[str, str]) -> None:
     with daemon(environ) as running:
         supervisor, lost, registry = supervised(running)
         running._environ["FAKE_MPS"] = "fail"
