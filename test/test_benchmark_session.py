@@ -368,11 +368,20 @@ def test_soak_finds_unequal_answers_and_growth() -> None:
     samples = [(float(n), n, {1: (100 + n) * mib, 2: 50 * mib}) for n in range(0, 101, 10)]
     rows = {row["pid"]: row for row in soak.memory_growth(samples, {1: "grows", 2: "flat"}, 100, 20)}
     assert rows[1]["growth_mib"] == pytest.approx(75, abs=1)
-    assert rows[2]["growth_mib"] == 0
+    assert rows[1]["late_growth_mib"] == pytest.approx(20, abs=1)
+    assert rows[2]["growth_mib"] == rows[2]["late_growth_mib"] == 0
 
 
 def test_scripts_show_their_help() -> None:
-    for script in ("serve_bench.py", "bound.py", "soak.py", "timeline.py", "dummy_model.py"):
+    for script in (
+        "serve_bench.py",
+        "bound.py",
+        "soak.py",
+        "timeline.py",
+        "dummy_model.py",
+        "tp_smoke.py",
+        "host_tier.py",
+    ):
         done = subprocess.run(
             [sys.executable, str(BENCHMARK / script), "--help"], capture_output=True, text=True, check=False
         )
