@@ -107,10 +107,12 @@ def test_every_mode_puts_batches_where_it_says(make_bench: Callable[..., Bench])
     bench.split.set_mode("sis")
     assert bench.encode() == TOTAL_SMS  # nobody decodes
     bench.decode(32)
+    one_waits = bench.encode()
+    bench.split.num_waiting = lambda: 50
     chosen = bench.encode()
-    assert 16 <= chosen < TOTAL_SMS
+    assert 16 <= one_waits < chosen < TOTAL_SMS  # whoever waits counts
     bench.split.set_mode("sis:50")
-    assert bench.encode() < chosen  # a decode step that weighs more keeps more for the decoder
+    assert bench.encode() < chosen  # answers whose delay weighs more keep more for the decoder
     bench.split.set_mode("sis")
     assert bench.encode() == chosen
     bench.split.set_mode("off")
@@ -137,7 +139,7 @@ def test_metrics_tell_what_was_chosen_and_what_came_of_it(make_bench: Callable[.
     assert bench.value("encoder_batches_total", sms=str(units)) == 2
     assert bench.value("encoder_batches_total", sms=str(TOTAL_SMS)) == 1
     assert bench.value("sis_decisions_total", rule="decoder_idle") == 1
-    chosen = [bench.value("sis_decisions_total", rule=rule) or 0 for rule in ("least_time", "hysteresis")]
+    chosen = [bench.value("sis_decisions_total", rule=rule) or 0 for rule in ("least_delay", "hysteresis")]
     assert sum(chosen) == 2
     assert bench.value("sis_decisions_total", rule="tpot_missed") == 0
     assert bench.value("sm_partition_switches_total") == bench.split.snapshot()["num_switches"] == 1

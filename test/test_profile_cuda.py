@@ -184,12 +184,12 @@ def test_both_sides_run_beside_each_other_in_every_mode(fake: FakeCuda) -> None:
     rows = measure_sharing(partitioner, [8, 16], pair, lambda: None)
     assert [(row["mode"], row["decode_units"], row["prefill_units"]) for row in rows] == [
         ("both unmasked", 32, 32),
-        ("masked", 8, 24),
-        ("prefill unmasked", 8, 32),
-        ("masked", 16, 16),
-        ("prefill unmasked", 16, 32),
+        ("both masked", 8, 24),
+        ("prefill masked", 32, 24),
+        ("both masked", 16, 16),
+        ("prefill masked", 32, 16),
     ]
-    assert contention.count_sharing(partitioner, [8, 16]) == len(rows)
+    assert contention.count_sharing([8, 16]) == len(rows)
     pair.close()
 
 
@@ -212,12 +212,14 @@ def test_a_pair_that_fails_leaves_the_others(caplog: pytest.LogCaptureFixture) -
     assert "CUDA error" in caplog.text
 
 
-def test_small_groups_are_profiled_for_decode_alone() -> None:
-    partitioner = SimulatedPartitioner(total_units=132, min_units=16, step=8)
-    groups = sweep.Groups.of(partitioner, (16, 64, 132), sweep.SMALL_DECODE_UNITS)
-    assert list(groups.of_phase("encoder")) == [16, 64, 132]
-    assert list(groups.of_phase("prefill")) == [68, 116, 132]
-    assert list(groups.of_phase("decode")) == [16, 24, 32, 48, 64, 68, 116, 132]
+def test_small_complements_are_profiled_for_decode_alone() -> None:
+    partitioner = SimulatedPartitioner(total_units=128, min_units=16, step=8)
+    assert sweep.small_decode_units(partitioner) == [16, 24, 32, 48, 64]
+    groups = sweep.Groups.of(partitioner, (16, 64, 128), sweep.small_decode_units(partitioner))
+    assert list(groups.of_phase("encoder")) == [16, 64, 128]
+    assert list(groups.of_phase("prefill")) == [64, 112, 128]
+    assert list(groups.of_phase("decode")) == [16, 24, 32, 48, 64, 112, 128]
+    assert sweep.small_decode_units(SimulatedPartitioner(total_units=4, min_units=1, step=1)) == []
 
 
 def test_half_of_the_validated_groups_were_not_profiled() -> None:
@@ -233,7 +235,13 @@ def test_half_of_the_validated_groups_were_not_profiled() -> None:
 
 
 def test_the_gpu_script_prints_the_tables_of_a_curve_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"mode": "masked", "decode_units": 24, "prefill_units": 108, "decode_alone_ms": 1.0, "prefill_alone_ms": 3.0}
+    row = {
+        "mode": "both masked",
+        "decode_units": 24,
+        "prefill_units": 108,
+        "decode_alone_ms": 1.0,
+        "prefill_alone_ms": 3.0,
+    }
     row |= {"decode_ms": 1.25, "prefill_ms": 3.5}
     data = {**standin_curves().to_json(), "sharing": [row]}
     DeviceCurves.from_json(data).save(tmp_path / "curves.json")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from spaceserve.sis.curves import CURVE_AXES, Curve, DeviceCurves
 from spaceserve.sis.policy import CORRECTION_BOUNDS, GpuState, MaskMode, Objective, SpaceInferenceScheduler, Split
+from spaceserve.sis.standin import standin_curves
 
 pytestmark = pytest.mark.cpu
 
@@ -82,14 +83,16 @@ states = st.builds(
     mean_context_tokens=st.floats(0, 20000),
     prefill_tokens=st.integers(0, 8192),
     prefill_prefix_tokens=st.integers(0, 4096),
+    num_waiting=st.integers(1, 100),
 )
 busy_states = st.builds(
     GpuState,
     encoder_patches=st.lists(st.integers(1, 20000), min_size=1, max_size=4).map(tuple),
     decode_batch=st.integers(1, 64),
     mean_context_tokens=st.floats(1, 20000),
+    num_waiting=st.integers(1, 100),
 )
-objectives = st.sampled_from(["least_time", "tpot"])
+objectives = st.sampled_from(["least_delay", "least_time", "tpot"])
 modes = st.sampled_from(["encoder", "both"])
 
 
@@ -138,6 +141,36 @@ def brute_force(
         decode *= curves.contention_factor(f"decode_beside_encoder_{suffix}", n)
         found[n] = (encoder, decode)
     return found
+
+
+@PROPERTY
+@given(devices(), busy_states, modes, st.floats(0, 20))
+def test_least_delay_is_the_minimum(device: Device, state: GpuState, mode: MaskMode, weight: float) -> None:
+    curves, rungs = device
+    split = SpaceInferenceScheduler(curves, rungs, "least_delay", None, mode, decode_weight=weight).decide(state)
+    alone_ms = curves.at(curves.total_units).decode_step_ms(state.decode_batch, state.mean_context_tokens)
+    costs = {
+        n: e * (state.num_waiting + weight * state.decode_batch * max(0.0, 1 - alone_ms / d))
+        for n, (e, d) in brute_force(curves, rungs, mode, state).items()
+    }
+    assert costs[split.encoder_units] <= min(costs.values()) * (1 + 1e-9)
+    assert split.rule == "least_delay"
+
+
+def test_least_delay_moves_with_who_waits_and_who_decodes() -> None:
+    """A deeper queue never gets fewer units, more answers never leave the encoder more."""
+
+    def units(waiting: int, decoding: int) -> int:
+        sis = SpaceInferenceScheduler(standin_curves(), (*range(20, 117, 8), 132), "least_delay")
+        state = GpuState(encoder_patches=(21316,), decode_batch=decoding, mean_context_tokens=3000, num_waiting=waiting)
+        return sis.decide(state).encoder_units
+
+    by_waiting = [units(waiting, 8) for waiting in (1, 4, 16, 64)]
+    assert by_waiting == sorted(by_waiting)
+    assert by_waiting[0] < by_waiting[-1]
+    by_decoding = [units(4, decoding) for decoding in (1, 4, 16, 64)]
+    assert by_decoding == sorted(by_decoding, reverse=True)
+    assert by_decoding[0] > by_decoding[-1]
 
 
 @PROPERTY
@@ -248,6 +281,7 @@ def test_reconsider_scales_the_encoder_and_keeps_its_rung_for_small_gains(
 
 
 def make_sis(**kwargs: Any) -> SpaceInferenceScheduler:
+    kwargs = {"objective": "least_time", **kwargs}
     return SpaceInferenceScheduler(power_law_curves(64), (*range(8, 64, 8), 64), **kwargs)
 
 

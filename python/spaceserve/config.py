@@ -130,9 +130,15 @@ class SpaceServeConfig:
         "where model and attention backend allow it).",
         choices=ENCODER_WORKER_MODES,
     )
+    sis_objective: str = _setting(
+        "delay",
+        "What 'sis' minimises: 'delay' (of all requests, those that wait for the encoder and those that decode), or "
+        "'time' (of an encoder batch and a decode step, as in the SpaceServe paper).",
+        choices=("delay", "time"),
+    )
     tpot_target_ms: float | None = _setting(
         None,
-        "Give the encoder the most SMs that keep the time per output token under this; default: least total time.",
+        "Give the encoder the most SMs that keep the time per output token under this, instead of --sis-objective.",
         type=float,
     )
 

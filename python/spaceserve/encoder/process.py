@@ -179,11 +179,13 @@ def _serve(spec: WorkerSpec) -> None:
         host_tokens = blocks_in(config.encoder_feature_host_gb, dim, encoder.dtype, "host") * BLOCK_TOKENS
         host = HostTier(slab, host_tokens)
         host_store = HostStore(host_tokens // BLOCK_TOKENS, BLOCK_TOKENS)
+    queue = EncodeQueue(config.encoder_schedule_policy, config.encoder_window_ms / 1000, capacity)
+    split.num_waiting = lambda: queue.num_requests
     service = EncoderService(
         FeatureStore(
             num_tokens // BLOCK_TOKENS, BLOCK_TOKENS, host=host_store, save=None if host is None else host.save
         ),
-        EncodeQueue(config.encoder_schedule_policy, config.encoder_window_ms / 1000, capacity),
+        queue,
         spec.epoch,
         send,
         prepare,

@@ -19,7 +19,7 @@ from torch import nn
 
 from spaceserve.config import SmPartition
 from spaceserve.partition import Partitioner, UnitGroup, make_partitioner
-from spaceserve.sis.policy import GpuState, SpaceInferenceScheduler, Split
+from spaceserve.sis.policy import GpuState, Objective, SpaceInferenceScheduler, Split
 from spaceserve.sis.state_board import StateBoardReader, StateBoardTornError
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 # cuBLAS failed in a remainder of 12 SMs of an H200 and worked in one of 20.
 MIN_GPU_UNITS = 16
-# Of `sis` without a weight: one decode step counts as much as one encoder batch, as in the paper.
+# Of `sis` without a weight: the delay of an answer that streams counts as much as that of a request that waits.
 DEFAULT_DECODE_WEIGHT = 1.0
+OBJECTIVES: dict[str, Objective] = {"delay": "least_delay", "time": "least_time"}
 # A decode side that has written nothing for this long runs nothing.
 STALE_DECODE_STATE_S = 0.5
 
@@ -138,6 +139,7 @@ class EncoderSplit:
         self._num_reconsidered = 0
         self._num_changes = 0
         self.metrics: SplitMetrics | None = None
+        self.num_waiting: Callable[[], int] = lambda: 1  # requests that wait for the encoder, those of the batch too
         self.set_mode(mode)
 
     # ---- how units are chosen
@@ -323,6 +325,7 @@ class EncoderSplit:
             decode_batch=state.running_batch,
             mean_context_tokens=state.mean_context_tokens,
             prefill_tokens=state.prefill_tokens_running + state.prefill_tokens_waiting,
+            num_waiting=max(1, self.num_waiting()),
         )
 
     def snapshot(self) -> dict[str, Any]:
@@ -360,7 +363,7 @@ def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, 
         return SpaceInferenceScheduler(
             _curves(device, partitioner, model_path),
             partitioner.rungs,
-            objective="least_time" if config.tpot_target_ms is None else "tpot",
+            objective="tpot" if config.tpot_target_ms is not None else OBJECTIVES[config.sis_objective],
             tpot_target_ms=config.tpot_target_ms,
         )
 

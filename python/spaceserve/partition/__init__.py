@@ -1,7 +1,7 @@
 """SM, CU and core partitions: a ladder of unit groups, their complements, and the private MPS daemon.
 
 partitioner = make_partitioner("auto", device="cuda", min_units=16, step=8)
-with partitioner.group(60).activate() as group:   # granted 64 of 132 SMs
+with partitioner.group(62).activate() as group:   # granted 68 of 132 SMs
     encoder(pixels)
 """
 

@@ -138,7 +138,7 @@ def profile(
     kernels = choose_kernels(device, dtype)
     work = Workloads(shape, device, dtype, kernels)
     rungs = sweep.pick_rungs(partitioner, num_rungs or grid.num_encoder_rungs)
-    small_units = [n for n in sweep.SMALL_DECODE_UNITS if n in partitioner.rungs] if on_gpu else []
+    small_units = sweep.small_decode_units(partitioner) if on_gpu else []
     groups = sweep.Groups.of(partitioner, rungs, small_units)
     operators = sweep.operators_of(shape, work, grid)
     timer: Timer = CudaTimer(use_graphs) if on_gpu else CpuTimer()
@@ -152,7 +152,7 @@ def profile(
     total = sweep.count_points(operators, groups)
     if with_contention:
         total += contention.count_pairs(partitioner, pair_rungs)
-        total += contention.count_sharing(partitioner, small_units) if small_units else 0
+        total += contention.count_sharing(small_units) if small_units else 0
     total += validate.count_comparisons(held_out_groups, held_out) if with_validation else 0
 
     parts = Parts()

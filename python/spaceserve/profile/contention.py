@@ -307,16 +307,17 @@ def measure_sharing(
 ) -> list[dict[str, Any]]:
     """What decode and prefill cost one another inside the decoder's process, for curves.DeviceCurves.sharing.
 
-    One row for each size of a decode group and each mode: "masked" (prefill in the complement), "prefill unmasked",
-    and, once, "both unmasked" on two streams. Times of the few layers of the loads, in ms, alone and beside.
+    One row for each size of the decoder's complement and each mode: "both masked" (prefill in the group), "prefill
+    masked" (decode on every unit) and, once, "both unmasked" on two streams. Times of the few layers of the loads, in
+    ms, alone and beside.
     """
     whole = partitioner.group(partitioner.total_units)
     splits: list[tuple[str, UnitGroup, UnitGroup]] = [("both unmasked", whole, whole)]
     for units in decode_units:
-        group = partitioner.group(units)
-        rest = partitioner.complement(group)
-        if rest is not None:
-            splits += [("masked", group, rest), ("prefill unmasked", group, whole)]
+        rest = partitioner.complement_of(partitioner.total_units - units)
+        assert rest is not None, units
+        group = partitioner.group(partitioner.total_units - units)
+        splits += [("both masked", rest, group), ("prefill masked", whole, group)]
     rows: list[dict[str, Any]] = []
     for mode, decode_group, prefill_group in splits:
         tick()
@@ -336,5 +337,5 @@ def measure_sharing(
     return rows
 
 
-def count_sharing(partitioner: Partitioner, decode_units: Sequence[int]) -> int:
-    return 1 + sum(2 for n in decode_units if partitioner.complement(partitioner.group(n)) is not None)
+def count_sharing(decode_units: Sequence[int]) -> int:
+    return 1 + 2 * len(decode_units)

@@ -91,8 +91,15 @@ CPU_FULL = Grid(
 )
 
 
-# Groups of these sizes are profiled for decode too: what it costs on few SMs, while a prefill chunk has the others.
+# Complements of these sizes are always profiled for decode: what it costs on few SMs, while others have the rest.
 SMALL_DECODE_UNITS = (16, 24, 32, 48, 64)
+
+
+def small_decode_units(partitioner: Partitioner) -> list[int]:
+    """Those of SMALL_DECODE_UNITS that are a complement of this partitioner."""
+    total = partitioner.total_units
+    rests = {units: partitioner.complement_of(total - units) for units in SMALL_DECODE_UNITS if units < total}
+    return [units for units, rest in rests.items() if rest is not None and rest.granted == units]
 
 
 def pick_rungs(partitioner: Partitioner, at_most: int | None) -> tuple[int, ...]:
@@ -127,8 +134,8 @@ class Groups:
         groups.decoder[partitioner.total_units] = partitioner.group(partitioner.total_units)
         groups.encoder = dict(sorted(groups.encoder.items()))
         groups.decoder = dict(sorted(groups.decoder.items()))
-        small = {n: partitioner.group(n) for n in small_decode_units if n in partitioner.rungs}
-        groups.decode = dict(sorted({**small, **groups.decoder}.items()))
+        small = {n: partitioner.complement_of(partitioner.total_units - n) for n in small_decode_units}
+        groups.decode = dict(sorted({**{n: rest for n, rest in small.items() if rest}, **groups.decoder}.items()))
         return groups
 
     def of_phase(self, phase: str) -> dict[int, UnitGroup]:

@@ -274,7 +274,9 @@ def run_scheduler_process(
     side = SidePrefill()
     hooks = decoder_only_hooks(family) + gate_hooks(gate, view, side, publisher, on_gpu=on_gpu)
     if config.prefill_beside_decode != "off":
-        hooks += side_prefill_hooks(side, partial(lanes_for, config), config.prefill_beside_decode)
+        hooks += side_prefill_hooks(
+            side, partial(lanes_for, config, Path(channels.sm_partition_file)), config.prefill_beside_decode
+        )
     install(hooks)
     if link is not None:
         link.wait_for_worker()

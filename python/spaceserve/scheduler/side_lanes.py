@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from spaceserve.config import SpaceServeConfig
+from spaceserve.config import SmPartition, SpaceServeConfig
 from spaceserve.partition import Partitioner, make_partitioner
 from spaceserve.scheduler.side_prefill import Lane
 from spaceserve.sis import curves_for
 from spaceserve.sis.prefill_share import PrefillShare
+from spaceserve.sis.shapes import shape_from_model_path
 
 logger = logging.getLogger(__name__)
 
@@ -24,62 +27,93 @@ class PrefillLanes:
 
     Args:
         num_sms: of the device.
-        partitioner: makes the SM groups; None where no mask is wanted.
-        static_sms: the same group for every prefill beside decode.
-        share: chooses the group from curves, where `static_sms` is None.
+        mode: as `--sm-partition`, which partitions the encoder alike.
+        mode_path: the file in which a changed mode is written while the server runs (status.py).
+        partitioner_factory, share_factory: make what a mode needs, at its first use.
     """
 
     def __init__(
-        self, num_sms: int, partitioner: Partitioner | None, static_sms: int | None, share: PrefillShare | None
+        self,
+        num_sms: int,
+        mode: str,
+        mode_path: Path,
+        partitioner_factory: Callable[[], Partitioner],
+        share_factory: Callable[[Partitioner], PrefillShare],
     ) -> None:
         # With nothing to decode a prefill may use every SM.
         self._whole = Lane(torch.cuda.Stream(), num_sms)
-        self._partitioner = partitioner
-        self._static_sms = static_sms
-        self._share = share
+        self._mode = SmPartition.parse(mode)
+        self._mode_path = mode_path
+        self._mode_seen_ns = 0
+        self._partitioner_factory = partitioner_factory
+        self._share_factory = share_factory
+        self._partitioner: Partitioner | None = None
+        self._share: PrefillShare | None = None
         self._lanes: dict[int, Lane] = {num_sms: self._whole}
+        if self._mode.kind != "off":
+            self._prepare()
 
     def choose(self, scheduler: Any, batch: Any) -> Lane:
         """The lane for the prefill `batch` beside what `scheduler` decodes now."""
+        self._follow()
         running = scheduler.running_batch.reqs
-        if not running or self._partitioner is None:
+        if not running or self._mode.kind == "off":
             return self._whole
-        num_sms = self._static_sms
-        if num_sms is None:
-            assert self._share is not None
-            num_sms = self._share.units(
-                prefill_tokens=batch.extend_num_tokens,
-                prefix_tokens=max(batch.prefix_lens, default=0),
-                num_waiting=len(batch.reqs) + len(scheduler.waiting_queue),
-                decode_batch=len(running),
-                mean_context_tokens=sum(req.seqlen for req in running) / len(running),
-            )
-        return self._lane(num_sms)
+        partitioner, share = self._prepare()
+        if self._mode.num_sms is not None:
+            return self._lane(partitioner, self._mode.num_sms)
+        share.decode_weight = self._mode.decode_weight or share.DEFAULT_WEIGHT
+        num_sms = share.units(
+            prefill_tokens=batch.extend_num_tokens,
+            prefix_tokens=max(batch.prefix_lens, default=0),
+            num_waiting=len(batch.reqs) + len(scheduler.waiting_queue),
+            decode_batch=len(running),
+            mean_context_tokens=sum(req.seqlen for req in running) / len(running),
+        )
+        return self._lane(partitioner, num_sms)
 
-    def _lane(self, num_sms: int) -> Lane:
-        assert self._partitioner is not None
+    def _follow(self) -> None:
+        """Take over a mode that was changed while the server runs; the encoder worker reports a bad one."""
+        try:
+            changed_ns = self._mode_path.stat().st_mtime_ns
+            if changed_ns != self._mode_seen_ns:
+                self._mode_seen_ns = changed_ns
+                self._mode = SmPartition.parse(self._mode_path.read_text().strip())
+        except (FileNotFoundError, ValueError):
+            return
+
+    def _prepare(self) -> tuple[Partitioner, PrefillShare]:
+        if self._partitioner is None or self._share is None:
+            self._partitioner = self._partitioner_factory()
+            self._share = self._share_factory(self._partitioner)
+            logger.info(
+                "Prefill runs beside decode on %s to %s of %s SMs",
+                *(self._share.rungs[0], self._share.rungs[-1], self._whole.num_sms),
+            )
+        return self._partitioner, self._share
+
+    def _lane(self, partitioner: Partitioner, num_sms: int) -> Lane:
         if num_sms not in self._lanes:
-            group: Any = self._partitioner.group(num_sms)
+            group: Any = partitioner.group(num_sms)
             self._lanes[num_sms] = Lane(group.stream, group.granted)
         return self._lanes[num_sms]
 
 
-def lanes_for(config: SpaceServeConfig, scheduler: Any) -> PrefillLanes | None:
+def lanes_for(config: SpaceServeConfig, mode_path: Path, scheduler: Any) -> PrefillLanes | None:
     """Lanes as `--sm-partition` asks for; None on the CPU."""
     if scheduler.device == "cpu":
         return None
     device = torch.device("cuda", scheduler.ps.gpu_id)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    if config.sm_partition == "off":
-        return PrefillLanes(num_sms, None, None, None)
-    partitioner = make_partitioner(device=str(device), min_units=MIN_GPU_UNITS)
-    static_sms = config.static_sms()
-    if static_sms is not None or len(partitioner.rungs) < 2:
-        return PrefillLanes(num_sms, partitioner, static_sms or num_sms, None)
-    from spaceserve.sis.shapes import shape_from_model_path
 
-    name = torch.cuda.get_device_name(device)
-    curves = curves_for(name, num_sms, shape_from_model_path(scheduler.server_args.model_path))
-    share = PrefillShare(curves, partitioner.rungs)
-    logger.info("Prefill runs beside decode on %s to %s of %s SMs", share.rungs[0], share.rungs[-1], num_sms)
-    return PrefillLanes(num_sms, partitioner, None, share)
+    def share_of(partitioner: Partitioner) -> PrefillShare:
+        shape = shape_from_model_path(scheduler.server_args.model_path)
+        return PrefillShare(curves_for(torch.cuda.get_device_name(device), num_sms, shape), partitioner.rungs)
+
+    return PrefillLanes(
+        num_sms,
+        config.sm_partition,
+        mode_path,
+        lambda: make_partitioner(device=str(device), min_units=MIN_GPU_UNITS),
+        share_of,
+    )

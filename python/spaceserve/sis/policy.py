@@ -5,6 +5,11 @@ a time: several threads need a lock around every method.
 
 Objectives, over the rungs n of the partitioner's ladder, N units in all:
 
+- "least_delay": n* = argmin_n [ T_E(n) * (q + w * b * (1 - T_D(N) / T_D(N - n))) ], with q requests that wait for the
+  encoder (this batch's and those behind it) and b that decode: while the batch runs, each of the q waits T_E(n), and
+  each of the b, making tokens every T_D(N - n) instead of every T_D(N) alone, falls behind by the bracket's share of
+  T_E(n). It is the delay summed over all requests; w weighs a streaming answer's against a waiting one's. So a deep
+  queue takes SMs from a few answers, and many answers keep them from one image. Ours.
 - "least_time": n* = argmin_n [ T_E(n) + w * (T_D(N - n) + T_P(N - n)) ], with T_E the encoder batch (what is left of
   it), T_D one decode step, T_P the prefill chunk at hand (0 where there is none), w = `decode_weight`. With w = 1 and
   no prefill it is the paper's choice as far as its public summary says (Li et al., "SpaceServe", NeurIPS 2025: an
@@ -17,7 +22,7 @@ Objectives, over the rungs n of the partitioner's ladder, N units in all:
 For the rest of a batch, a share r of it, T_E is the rest's and w is r * w.
 
 Every time includes what the other side does to it (contention factors of the curves) and the online correction.
-Ties go to fewer encoder units under least_time.
+Ties go to fewer encoder units under least_delay and least_time.
 """
 
 from __future__ import annotations
@@ -27,16 +32,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from .curves import DeviceCurves
 
-Objective = Literal["least_time", "tpot"]
+Objective = Literal["least_delay", "least_time", "tpot"]
 MaskMode = Literal["encoder", "both"]
 
 # Why a split was chosen, in one word for counters; `Split.reason` says it with numbers.
-Rule = Literal["encoder_idle", "decoder_idle", "least_time", "tpot_kept", "tpot_missed", "hysteresis"]
-RULES: tuple[Rule, ...] = ("encoder_idle", "decoder_idle", "least_time", "tpot_kept", "tpot_missed", "hysteresis")
+Rule = Literal["encoder_idle", "decoder_idle", "least_delay", "least_time", "tpot_kept", "tpot_missed", "hysteresis"]
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 CORRECTION_BOUNDS = (0.5, 2.0)
 
@@ -48,6 +53,7 @@ class GpuState:
     encoder_patches: patches of each image of the encoder batch; empty where there is nothing to encode.
     decode_batch, mean_context_tokens: running decode requests and their mean context.
     prefill_tokens: tokens of prefill running or waiting; prefill_prefix_tokens: cached tokens before them.
+    num_waiting: requests that wait for the encoder, those of this batch among them.
     """
 
     encoder_patches: tuple[int, ...] = ()
@@ -55,10 +61,11 @@ class GpuState:
     mean_context_tokens: float = 0.0
     prefill_tokens: int = 0
     prefill_prefix_tokens: int = 0
+    num_waiting: int = 1
 
     def __post_init__(self) -> None:
         numbers = (*self.encoder_patches, self.decode_batch, self.mean_context_tokens, self.prefill_tokens)
-        if any(not math.isfinite(v) or v < 0 for v in (*numbers, self.prefill_prefix_tokens)):
+        if any(not math.isfinite(v) or v < 0 for v in (*numbers, self.prefill_prefix_tokens, self.num_waiting)):
             raise ValueError(f"GPU state has a negative or infinite size: {self}")
         if any(p == 0 for p in self.encoder_patches):
             raise ValueError("an image of 0 patches cannot be encoded")
@@ -151,7 +158,8 @@ class SpaceInferenceScheduler:
     objective: see the module; "tpot" needs `tpot_target_ms`.
     mask_mode: "encoder" (the decoder may use every unit) or "both" (the decoder keeps to the complement).
     switch_cost_us: what a change of partition costs. A change is made only if it is predicted to gain more than that.
-    decode_weight: w of the least_time objective. prefill_chunk_tokens: largest prefill chunk of the decode side.
+    decode_weight: w of the least_delay and least_time objectives.
+    prefill_chunk_tokens: largest prefill chunk of the decode side.
 
     While both sides work a rung is eligible if its complement has at least `curves.min_decoder_units`; the whole
     device is eligible only in mode "encoder" and only where the curves hold its contention (plain sharing).
@@ -162,7 +170,7 @@ class SpaceInferenceScheduler:
         self,
         curves: DeviceCurves,
         rungs: Sequence[int],
-        objective: Objective = "least_time",
+        objective: Objective = "least_delay",
         tpot_target_ms: float | None = None,
         mask_mode: MaskMode = "encoder",
         switch_cost_us: float = 50.0,
@@ -176,8 +184,8 @@ class SpaceInferenceScheduler:
             raise ValueError(f"rungs must be ascending and at least 1: {list(rungs)}")
         if rungs[-1] != total:
             raise ValueError(f"the last rung must be the whole device ({total} units), not {rungs[-1]}")
-        if objective not in ("least_time", "tpot"):
-            raise ValueError(f"unknown objective {objective!r}: least_time or tpot")
+        if objective not in ("least_delay", "least_time", "tpot"):
+            raise ValueError(f"unknown objective {objective!r}: least_delay, least_time or tpot")
         if mask_mode not in ("encoder", "both"):
             raise ValueError(f"unknown mask mode {mask_mode!r}: encoder or both")
         if objective == "tpot" and not (tpot_target_ms and math.isfinite(tpot_target_ms) and tpot_target_ms > 0):
@@ -254,7 +262,12 @@ class SpaceInferenceScheduler:
         """Value of the least_time objective."""
         return option_encoder_ms + self.decode_weight * (option_decode_ms + option_prefill_ms)
 
-    def _cost(self, option: _Option) -> float:
+    def _cost(self, option: _Option, state: GpuState) -> float:
+        if self.objective == "least_delay":
+            whole = self.curves.at(self.curves.total_units)
+            alone_ms = whole.decode_step_ms(state.decode_batch, state.mean_context_tokens)
+            lost = max(0.0, 1.0 - alone_ms / option.decode_ms) if option.decode_ms else 0.0
+            return option.encoder_ms * (state.num_waiting + self.decode_weight * state.decode_batch * lost)
         # The rest of a batch delays as many fewer steps as it is shorter: while nothing changes, neither does the best.
         return self.cost_ms(option.encoder_ms, option.left * option.decode_ms, option.left * option.prefill_ms)
 
@@ -281,16 +294,19 @@ class SpaceInferenceScheduler:
         options = {n: self._predict(state, n, 1.0 - progress) for n in self._shared}
         # With no decode step there is no TPOT to keep; prefill and encoder then share by least time.
         by_target = self.objective == "tpot" and state.decode_batch > 0
-        best, rule, reason = self._best_tpot(options) if by_target else self._best_least_time(options)
+        best, rule, reason = self._best_tpot(options) if by_target else self._best_cost(options, state)
         current = options.get(self._current) if self._current is not None else None
-        if current is not None and current.units != best.units and not self._worth(current, best, by_target):
+        if current is not None and current.units != best.units and not self._worth(current, best, state, by_target):
             reason = f"stay at {current.units}: {best.units} gains less than a switch costs"
             return self._commit(state, progress, current, "hysteresis", reason)
         return self._commit(state, progress, best, rule, reason)
 
-    def _best_least_time(self, options: dict[int, _Option]) -> tuple[_Option, Rule, str]:
-        best = min(options.values(), key=lambda o: (self._cost(o), o.units))
-        return best, "least_time", f"least encoder + decoder time, {self._cost(best):.3g} ms"
+    def _best_cost(self, options: dict[int, _Option], state: GpuState) -> tuple[_Option, Rule, str]:
+        costs = {units: self._cost(option, state) for units, option in options.items()}
+        units = min(costs, key=lambda n: (costs[n], n))
+        if self.objective == "least_delay":
+            return options[units], "least_delay", f"least delay, summed over requests, {costs[units]:.3g} ms"
+        return options[units], "least_time", f"least encoder + decoder time, {costs[units]:.3g} ms"
 
     def _best_tpot(self, options: dict[int, _Option]) -> tuple[_Option, Rule, str]:
         assert self.tpot_target_ms is not None
@@ -302,10 +318,11 @@ class SpaceInferenceScheduler:
         reason = f"no rung keeps {self.tpot_target_ms:g} ms per token: least harm, {best.decode_ms:.3g} ms"
         return best, "tpot_missed", reason
 
-    def _worth(self, current: _Option, best: _Option, by_target: bool) -> bool:
+    def _worth(self, current: _Option, best: _Option, state: GpuState, by_target: bool) -> bool:
         """Whether leaving `current` gains more than a switch costs. A target that only `best` keeps always does."""
         if not by_target:
-            return self._cost(current) - self._cost(best) > self.switch_cost_ms
+            delayed = state.num_waiting if self.objective == "least_delay" else 1
+            return self._cost(current, state) - self._cost(best, state) > self.switch_cost_ms * delayed
         assert self.tpot_target_ms is not None
         if current.decode_ms <= self.tpot_target_ms:
             return current.encoder_ms - best.encoder_ms > self.switch_cost_ms

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 
 from spaceserve.sis.curves import DeviceCurves
 
-DEFAULT_DECODE_WEIGHT = 2.0
-
 
 class PrefillShare:
     """See the module. `rungs`: units that a group can have, ascending; those that leave decode fewer than the curves'
@@ -28,11 +26,11 @@ class PrefillShare:
         ValueError: no rung is left.
     """
 
-    def __init__(
-        self, curves: DeviceCurves, rungs: Sequence[int], decode_weight: float = DEFAULT_DECODE_WEIGHT
-    ) -> None:
+    DEFAULT_WEIGHT = 1.0
+
+    def __init__(self, curves: DeviceCurves, rungs: Sequence[int]) -> None:
         self._curves = curves
-        self._decode_weight = decode_weight
+        self.decode_weight = self.DEFAULT_WEIGHT
         self.rungs = tuple(n for n in rungs if curves.total_units - n >= curves.min_decoder_units)
         if not self.rungs:
             raise ValueError(f"no rung of {list(rungs)} leaves decode {curves.min_decoder_units} units")
@@ -59,6 +57,6 @@ class PrefillShare:
             beside_ms = self._curves.at(total - units).decode_step_ms(decode_batch, mean_context_tokens)
             lost = max(0.0, 1.0 - alone_ms / beside_ms) if beside_ms > 0 else 0.0
             prefill_ms = self._curves.at(units).prefill_chunk_ms(prefill_tokens, prefix_tokens)
-            return prefill_ms * (num_waiting + self._decode_weight * decode_batch * lost)
+            return prefill_ms * (num_waiting + self.decode_weight * decode_batch * lost)
 
         return min(self.rungs, key=delay)

@@ -1,0 +1,334 @@
+"""The loop that prefills beside decode, driven with a scheduler of the test's own that records what happens to it."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers import io_struct
+
+from spaceserve.scheduler.side_prefill import Lane, SidePrefill, obstacle
+from spaceserve.sis.prefill_share import PrefillShare
+from spaceserve.sis.standin import standin_curves
+
+pytestmark = pytest.mark.cpu
+
+
+class Req:
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self.to_finish: Any = None
+        self.done = False
+
+    def finished(self) -> bool:
+        return self.done
+
+
+class Batch:
+    def __init__(self, reqs: list[Req], extend: bool) -> None:
+        self.reqs = reqs
+        self.forward_mode = SimpleNamespace(is_extend=lambda: extend)
+        self.extend_num_tokens = 10 if extend else 0
+        self.chunked_req: Req | None = None
+        self.batch_is_full = True
+        self.fits = True
+
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    def copy(self) -> Batch:
+        return self
+
+    def filter_batch(self, chunked_req_to_exclude: list[Req]) -> None:
+        self.reqs = [req for req in self.reqs if not req.finished() and req not in chunked_req_to_exclude]
+
+    def merge_batch(self, other: Batch) -> None:
+        self.reqs = self.reqs + other.reqs
+
+    def check_decode_mem(self) -> bool:
+        return self.fits
+
+
+class Event:
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+
+class Scheduler:
+    """Prefills what waits, else decodes what runs; one pass of the loop at a time."""
+
+    def __init__(self, side: SidePrefill, *, overlap: bool) -> None:
+        self.side = side
+        self.enable_overlap = overlap
+        self.gracefully_exit = False
+        self._engine_paused = False
+        self.running_batch = Batch([], False)
+        self.last_batch: Batch | None = None
+        self.chunked_req: Req | None = None
+        self.waiting: deque[Batch] = deque()
+        self.inbox: list[Any] = []
+        self.result_queue: deque[Any] = deque()
+        self.log: list[str] = []
+        self.request_receiver = SimpleNamespace(recv_requests=self._receive)
+
+    def _receive(self) -> list[Any]:
+        taken, self.inbox = self.inbox, []
+        return taken
+
+    def process_input_requests(self, requests: list[Any]) -> None:
+        self.log += [f"input {type(request).__name__}" for request in requests]
+
+    def get_next_batch_to_run(self, running_batch: Batch, last_batch: Batch | None) -> Any:
+        assert last_batch is None
+        batch: Batch | None = None
+        if self.side.in_flight:
+            assert self.chunked_req is None, "the chunk in flight must be hidden"
+        elif self.waiting:
+            batch = self.waiting.popleft()
+        if batch is None and running_batch.reqs:
+            batch = running_batch
+            batch.forward_mode = SimpleNamespace(is_extend=lambda: False)
+        return SimpleNamespace(batch_to_run=batch, running_batch=running_batch)
+
+    def run_batch(self, batch: Batch) -> str:
+        kind = "prefill" if batch.forward_mode.is_extend() else "decode"
+        self.log.append(f"run {kind} {' '.join(req.rid for req in batch.reqs)}")
+        return f"result of {kind}"
+
+    def process_batch_result(self, batch: Batch, result: str) -> None:
+        self.log.append(f"process {result}")
+
+    def _apply_war_barrier(self) -> None: ...
+
+    def launch_batch_sample_if_needed(self, result: Any, batch: Any) -> None: ...
+
+    def on_idle(self) -> None:
+        self.log.append("idle")
+
+
+def pending(side: SidePrefill) -> Event:
+    """Make the prefill in flight one that the device has not finished."""
+    assert side._flight is not None
+    event = Event()
+    side._flight.done = event
+    return event
+
+
+def passes(scheduler: Scheduler, count: int = 1) -> list[str]:
+    scheduler.log.clear()
+    for _ in range(count):
+        scheduler.side._pass()
+    return list(scheduler.log)
+
+
+@pytest.fixture(params=[False, True], ids=["turns", "overlap"])
+def scheduler(request: pytest.FixtureRequest) -> Scheduler:
+    side = SidePrefill()
+    made = Scheduler(side, overlap=request.param)
+    side.attach(made, None)
+    return made
+
+
+def test_decode_goes_on_until_the_prefill_is_finished(scheduler: Scheduler) -> None:
+    scheduler.running_batch = Batch([Req("a")], False)
+    scheduler.waiting.append(Batch([Req("b")], True))
+    assert [line for line in passes(scheduler) if line.startswith("run")] == ["run prefill b", "run decode a"]
+    event = pending(scheduler.side)
+    assert [line for line in passes(scheduler, 3) if line.startswith("run")] == ["run decode a"] * 3
+    assert "process result of prefill" not in scheduler.log
+    event.is_done = True
+    log = passes(scheduler)
+    assert log.index("process result of prefill") < log.index("run decode a b")
+    assert not scheduler.side.in_flight
+
+
+def test_a_prefill_alone_becomes_the_running_batch(scheduler: Scheduler) -> None:
+    scheduler.waiting.append(Batch([Req("a")], True))
+    assert "idle" not in passes(scheduler)
+    assert "run decode a" in passes(scheduler)
+
+
+def test_one_prefill_at_a_time(scheduler: Scheduler) -> None:
+    scheduler.waiting += [Batch([Req("a")], True), Batch([Req("b")], True)]
+    passes(scheduler)
+    event = pending(scheduler.side)
+    assert not any("prefill" in line for line in passes(scheduler, 2))
+    event.is_done = True
+    assert [line for line in passes(scheduler) if line.startswith("run")] == ["run prefill b", "run decode a"]
+
+
+def test_finished_and_chunked_requests_do_not_decode(scheduler: Scheduler) -> None:
+    ended, chunked, other = Req("ended"), Req("chunked"), Req("other")
+    batch = Batch([ended, chunked, other], True)
+    batch.chunked_req = scheduler.chunked_req = chunked
+    scheduler.running_batch = Batch([Req("a")], False)
+    scheduler.waiting.append(batch)
+    passes(scheduler)
+    assert scheduler.chunked_req is chunked, "hidden only while SGLang chooses a batch"
+    ended.done = True
+    log = passes(scheduler)
+    assert "run decode a other" in log
+    assert not scheduler.running_batch.batch_is_full
+
+
+@pytest.mark.parametrize(("everything", "ended"), [(False, ["r1"]), (True, ["r1", "s2"])])
+def test_an_abort_reaches_the_prefill_in_flight(scheduler: Scheduler, everything: bool, ended: list[str]) -> None:
+    reqs = [Req("r1"), Req("s2")]
+    scheduler.waiting.append(Batch(reqs, True))
+    passes(scheduler)
+    scheduler.side.mark_aborted("r", everything)
+    assert [req.rid for req in reqs if req.to_finish is not None] == ended
+
+
+def test_control_messages_find_no_prefill_in_flight(scheduler: Scheduler) -> None:
+    scheduler.waiting.append(Batch([Req("a")], True))
+    passes(scheduler)
+    event = pending(scheduler.side)
+    scheduler.inbox = [io_struct.AbortReq(rid="x")]
+    passes(scheduler)
+    assert scheduler.side.in_flight
+    scheduler.inbox = [io_struct.FlushCacheReqInput()]
+    log = passes(scheduler)
+    assert event.is_done
+    assert log.index("process result of prefill") < log.index("input FlushCacheReqInput")
+
+
+def test_memory_pressure_waits_for_the_prefill(scheduler: Scheduler) -> None:
+    """What to retract is chosen among all requests, not among those that happen to decode."""
+    scheduler.running_batch = Batch([Req("a")], False)
+    scheduler.waiting.append(Batch([Req("b")], True))
+    passes(scheduler)
+    event = pending(scheduler.side)
+    scheduler.running_batch.fits = False
+    assert "run decode a b" in passes(scheduler)
+    assert event.is_done
+
+
+def test_run_batch_finds_the_lane_s_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prefill is launched the scheduler's streams are the lane's; afterwards its own again."""
+    import torch
+
+    class Stream:
+        def __init__(self) -> None:
+            self.waited_for: list[Any] = []
+
+        def wait_stream(self, other: Any) -> None:
+            self.waited_for.append(other)
+
+    class RecordedEvent(Event):
+        def record(self, stream: Any) -> None:
+            self.stream = stream
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", RecordedEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: ("context", stream))
+    side, lane = SidePrefill(), Lane(Stream(), 64)
+    scheduler: Any = Scheduler(side, overlap=True)
+    decode_stream = Stream()
+    theirs = {
+        "forward_stream": decode_stream,
+        "forward_stream_ctx": "c",
+        "copy_stream": "s",
+        "copy_stream_ctx": "d",
+        "batch_record_buf": [1, 2],
+        "batch_record_ct": 1,
+    }
+    for name, value in theirs.items():
+        setattr(scheduler, name, value)
+    seen: dict[str, Any] = {}
+
+    def run_batch(batch: Batch) -> str:
+        seen.update({name: getattr(scheduler, name) for name in theirs})
+        return "result"
+
+    scheduler.run_batch = run_batch
+    side.attach(scheduler, SimpleNamespace(choose=lambda scheduler, batch: lane))
+    side._launch(Batch([Req("a")], True))
+    assert seen["forward_stream"] is lane.stream
+    assert seen["forward_stream_ctx"] == ("context", lane.stream)
+    assert seen["copy_stream"] is side._copy_stream
+    assert seen["batch_record_buf"] is not theirs["batch_record_buf"]
+    assert {name: getattr(scheduler, name) for name in theirs} == theirs
+    assert lane.stream.waited_for == [decode_stream]
+    assert side._copy_stream.waited_for == [lane.stream]
+    assert side._flight is not None
+    assert side._flight.done.stream is side._copy_stream
+
+
+def server(**changes: Any) -> Any:
+    args = {
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": 1,
+        "enable_lora": False,
+        "device": "cuda",
+        "get_attention_backends": lambda: ("fa3", "fa3"),
+    }
+    state = {
+        "is_generation": True,
+        "spec_algorithm": SimpleNamespace(is_none=lambda: True),
+        "is_mixed_chunk": False,
+        "enable_hierarchical_cache": False,
+        "enable_priority_preemption": False,
+        "is_hybrid_swa": False,
+        "enable_overlap": True,
+    }
+    args.update({name: value for name, value in changes.items() if name in args})
+    state.update({name: value for name, value in changes.items() if name in state})
+    return SimpleNamespace(server_args=SimpleNamespace(**args), **state)
+
+
+def test_obstacles() -> None:
+    assert obstacle(server()) is None
+    assert obstacle(server(device="cpu", enable_overlap=False)) is None
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tp_size": 2}, "ranks"),
+        ({"is_mixed_chunk": True}, "mixed"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"enable_overlap": False}, "overlap"),
+        ({"get_attention_backends": lambda: ("fa3", "flashinfer")}, "flashinfer"),
+        ({"is_generation": False}, "generate"),
+    ]
+    for changes, word in cases:
+        reason = obstacle(server(**changes))
+        assert reason is not None
+        assert word in reason
+
+
+def test_prefill_share_moves_with_the_load() -> None:
+    """More that waits gives a prefill more units, more that decodes fewer; decode keeps what it needs to run."""
+    curves = standin_curves()
+    share = PrefillShare(curves, range(16, 133, 8))
+
+    def units(waiting: int, decoding: int) -> int:
+        return share.units(
+            prefill_tokens=5329,
+            prefix_tokens=0,
+            num_waiting=waiting,
+            decode_batch=decoding,
+            mean_context_tokens=3000,
+        )
+
+    by_waiting = [units(waiting, 8) for waiting in (1, 4, 16, 64)]
+    assert by_waiting == sorted(by_waiting)
+    assert by_waiting[0] < by_waiting[-1]
+    by_decoding = [units(4, decoding) for decoding in (1, 4, 16, 64)]
+    assert by_decoding == sorted(by_decoding, reverse=True)
+    assert all(132 - n >= curves.min_decoder_units for n in by_waiting + by_decoding)
+
+
+def test_prefill_share_needs_a_rung() -> None:
+    curves = standin_curves()
+    with pytest.raises(ValueError, match="leaves decode"):
+        PrefillShare(curves, [132])
