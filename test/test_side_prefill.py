@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers import io_struct
 
+from spaceserve.scheduler.side_lanes import lane_rungs
 from spaceserve.scheduler.side_prefill import Lane, SidePrefill, obstacle
 from spaceserve.sis.prefill_share import PrefillShare
 from spaceserve.sis.standin import standin_curves
@@ -326,6 +327,12 @@ def test_prefill_share_moves_with_the_load() -> None:
     by_decoding = [units(4, decoding) for decoding in (1, 4, 16, 64)]
     assert by_decoding == sorted(by_decoding, reverse=True)
     assert all(132 - n >= curves.min_decoder_units for n in by_waiting + by_decoding)
+
+
+def test_lanes_are_few() -> None:
+    assert lane_rungs((*range(20, 117, 8), 132)) == (68, 92, 116)
+    assert lane_rungs((60, 68, 132)) == (68,)
+    assert lane_rungs((16, 132)) == (16,)
 
 
 def test_prefill_share_needs_a_rung() -> None:

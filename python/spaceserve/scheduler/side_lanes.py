@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,19 @@ logger = logging.getLogger(__name__)
 
 # cuBLAS failed in a remainder of 12 SMs of an H200 and worked in one of 20.
 MIN_GPU_UNITS = 16
+# PyTorch's allocator keeps a prefill's memory for the next one on the same stream, so each lane may hold a gigabyte.
+MAX_LANES = 3
+
+
+def lane_rungs(rungs: Sequence[int]) -> tuple[int, ...]:
+    """The SMs that lanes beside decode have: MAX_LANES of the ladder's upper half, spread; without the whole device.
+
+    (68, 92, 116) of an H200's (20, 28, ..., 116, 132).
+    """
+    upper = [n for n in rungs[:-1] if 2 * n >= rungs[-1]] or list(rungs[:-1])
+    if len(upper) <= MAX_LANES:
+        return tuple(upper)
+    return tuple(upper[round(i * (len(upper) - 1) / (MAX_LANES - 1))] for i in range(MAX_LANES))
 
 
 class PrefillLanes:
@@ -108,12 +121,14 @@ def lanes_for(config: SpaceServeConfig, mode_path: Path, scheduler: Any) -> Pref
 
     def share_of(partitioner: Partitioner) -> PrefillShare:
         shape = shape_from_model_path(scheduler.server_args.model_path)
-        return PrefillShare(curves_for(torch.cuda.get_device_name(device), num_sms, shape), partitioner.rungs)
+        return PrefillShare(
+            curves_for(torch.cuda.get_device_name(device), num_sms, shape), lane_rungs(partitioner.rungs)
+        )
 
     return PrefillLanes(
         num_sms,
         config.sm_partition,
         mode_path,
-        lambda: make_partitioner(device=str(device), min_units=MIN_GPU_UNITS),
+        lambda: make_partitioner(device=str(device), min_units=MIN_GPU_UNITS, prepare="nothing"),
         share_of,
     )
