@@ -81,7 +81,7 @@ def prepared(
     return stock, ours, sources, Preprocessor(processor._processor, config, torch.device("cpu"))
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], list[bytes]]] = {
     "short": ({}, [clip(1, num_frames=10)]),
     "odd number of frames, twice enlarged": ({}, [clip(2, num_frames=9, width=70, height=130)]),
     "clamped by the processor too": ({}, [clip(3, num_frames=6, width=640, height=640, frames_per_s=2)]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -191,6 +192,8 @@ class Session:
             "flushed": flushed,
             "alive_after": alive,
             "client_timeout_s": round(timeout_s, 1),
+            # Processes that ran or waited for a core in the last minute: on a shared machine, others' too.
+            "load_average_1m": round(os.getloadavg()[0], 2),
             "summary": metrics.summarise(records, concurrency=job.trace.concurrency),
             "server": servers.describe_server(server.url),
             "memory_before": before,

@@ -85,12 +85,12 @@ class MediaAdmission:
         Raises:
             BadImageInput: the client's fault; the message says which image or video.
         """
-        media = [("image", self._admit_image, image) for image in images]
-        media += [("video", self._admit_video, video) for video in videos]
+        media = [("image", image) for image in images] + [("video", video) for video in videos]
+        admit = {"image": self._admit_image, "video": self._admit_video}
         # Downloads have threads of their own: slow servers must not hold up images that are here already.
         futures = [
-            (self._download_pool if is_remote(medium) else processor.io_executor).submit(admit, processor, medium)
-            for _, admit, medium in media
+            (self._download_pool if is_remote(medium) else processor.io_executor).submit(admit[what], processor, medium)
+            for what, medium in media
         ]
         try:
             results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
