@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +34,15 @@ MODES = {"standard": ["--validate"], "quick": ["--quick", "--validate"]}
 SMALL_SMS = (16, 24, 32, 48, 64)
 
 
+def end_group(process: subprocess.Popen[str], grace_s: float = 15.0) -> None:
+    """End a process and all that it started: politely first, as it has an MPS daemon to end."""
+    for signal_number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal_number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+
+
 def run_profile(folder: Path, name: str, extra: list[str], timeout_s: float) -> dict[str, Any]:
     """One profile in a process of its own; its lines go to this one's output, its log and progress to a file."""
     out = folder / f"{name}.json"
@@ -45,14 +55,20 @@ def run_profile(folder: Path, name: str, extra: list[str], timeout_s: float) -> 
     started = time.monotonic()
     log_file = folder / f"{name}.log"
     with log_file.open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-        killer = threading.Timer(timeout_s, process.kill)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+        )
+        killer = threading.Timer(timeout_s, end_group, [process])
         killer.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-        code = process.wait()
-        killer.cancel()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+            code = process.wait()
+        finally:
+            killer.cancel()
+            if process.poll() is None:
+                end_group(process)
     row: dict[str, Any] = {"seconds": round(time.monotonic() - started, 1), "rc": code, "file": str(out)}
     if out.exists():
         data = json.loads(out.read_text())
@@ -94,6 +110,8 @@ def main() -> int:
     parser.add_argument("--mode", choices=[*MODES, "both"], default="standard")
     parser.add_argument("--timeout-s", type=float, default=240.0, help="of one profile; what it has measured stays")
     options = parser.parse_args()
+    # The profile leads a session of its own, and must end with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     summary: dict[str, dict[str, Any]] = {}
     for model in options.models:
         folder = options.out / model

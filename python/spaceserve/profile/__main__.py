@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,13 @@ import torch
 from tqdm import tqdm
 
 from spaceserve.partition import Partitioner, make_partitioner
+from spaceserve.partition.mps import gpu_is_present
 from spaceserve.sis.curves import DeviceCurves
 from spaceserve.sis.shapes import ModelShape, shape_from_model_path
 
 from . import contention, sweep, validate
 from .kernels import Kernels, choose_kernels
+from .mps_pair import MpsPairTimer, mps_if_possible, process_starter
 from .plot import plot_curves
 from .timing import CpuTimer, CudaTimer, Timer, first_line
 from .workloads import Workloads
@@ -48,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-contention", action="store_true", help="do not measure one side beside the other")
     parser.add_argument("--no-graphs", action="store_true", help="launch from Python, not from CUDA graphs")
     parser.add_argument("--validate", action="store_true", help="measure whole forwards of sizes that were left out")
+    parser.add_argument("--under-mps", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", help="curve file to write (default: curves of the device in this folder)")
     parser.add_argument("--plot", help="PNG of the curves (needs matplotlib)")
     return parser
@@ -112,6 +116,27 @@ def _pair_rungs(partitioner: Partitioner, rungs: Sequence[int]) -> list[int]:
     return sorted({usable[round(i * (len(usable) - 1) / 4)] for i in range(5)})
 
 
+def _pair_timer(
+    shape: ModelShape,
+    partitioner: Partitioner,
+    device: torch.device,
+    dtype: torch.dtype,
+    timer: Timer,
+    under_mps: bool,
+) -> tuple[contention.PairTimer, str]:
+    """What times both sides beside each other, and in words how: as they are served, where MPS runs."""
+    if not isinstance(timer, CudaTimer):
+        return contention.CpuPairTimer(shape, contention.CPU_LOAD, partitioner), "two processes"
+    loads = contention.make_loads(shape, device, dtype, contention.GPU_LOAD)
+    if under_mps:
+        start = process_starter(shape, contention.GPU_LOAD, device, partitioner.min_complement, timer.use_graphs)
+        try:
+            return MpsPairTimer(loads, timer.use_graphs, start), "two processes under MPS"
+        except RuntimeError as error:
+            logger.warning("%s: contention is measured in one process", error)
+    return contention.CudaPairTimer(loads, timer.use_graphs), "one process"
+
+
 def profile(
     shape: ModelShape,
     partitioner: Partitioner,
@@ -122,6 +147,7 @@ def profile(
     with_contention: bool = True,
     with_validation: bool = False,
     use_graphs: bool = True,
+    under_mps: bool = False,
     show_progress: bool = True,
     save: Callable[[DeviceCurves], None] | None = None,
     save_operators: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -130,7 +156,8 @@ def profile(
 
     What fails after the operators (contention, sharing, validation) is logged, named in `validation["failed_parts"]`
     and left out. `save` is called with what there is after every part, so that an interrupted profile leaves it, and
-    `save_operators` with the raw times where no curves can be made of them.
+    `save_operators` with the raw times where no curves can be made of them. `under_mps`: this process is a client of
+    MPS, so that another can run beside it.
     """
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32  # bf16 products are emulated on most CPUs
@@ -204,26 +231,21 @@ def profile(
         curves = keep(curves)
         if with_contention:
             bar.set_description("beside the other side")
-            sizes = contention.GPU_LOAD if on_gpu else contention.CPU_LOAD
-            pair: contention.PairTimer | None = None
-            try:
-                with parts.part("contention"):
-                    if isinstance(timer, CudaTimer):
-                        loads = contention.make_loads(shape, device, dtype, sizes)
-                        pair = contention.CudaPairTimer(loads, timer.use_graphs)
-                    else:
-                        pair = contention.CpuPairTimer(shape, sizes, partitioner)
+            with parts.part("contention"):
+                pair, setting = _pair_timer(shape, partitioner, device, dtype, timer, under_mps)
+                with contextlib.closing(pair):
                     factors = contention.measure_contention(partitioner, pair_rungs, pair, bar.update)
-                    curves = replace(curves, contention=factors, _slices={})
+                curves = replace(
+                    curves, contention=factors, versions={**curves.versions, "contention": setting}, _slices={}
+                )
+            curves = keep(curves)
+            if small_units and isinstance(timer, CudaTimer):
+                with parts.part("decode beside prefill"):
+                    loads = contention.make_loads(shape, device, dtype, contention.GPU_LOAD)
+                    with contextlib.closing(contention.CudaPairTimer(loads, timer.use_graphs)) as inside:
+                        rows = contention.measure_sharing(partitioner, small_units, inside, bar.update)
+                    curves = replace(curves, sharing=rows, _slices={})
                 curves = keep(curves)
-                if small_units and pair is not None:
-                    with parts.part("decode beside prefill"):
-                        rows = contention.measure_sharing(partitioner, small_units, pair, bar.update)
-                        curves = replace(curves, sharing=rows, _slices={})
-                    curves = keep(curves)
-            finally:
-                if pair is not None:
-                    pair.close()
         if with_validation:
             bar.set_description("validation")
             with parts.part("validation"):
@@ -239,61 +261,75 @@ def profile(
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    wants_mps = arguments.device != "cpu" and not arguments.no_contention and gpu_is_present()
+    if wants_mps and not arguments.under_mps:
+        # In a process of its own: the daemon can only end when its clients have.
+        with mps_if_possible() as runs:
+            if runs:
+                given = sys.argv[1:] if argv is None else argv
+                command = [sys.executable, "-m", "spaceserve.profile", *given, "--under-mps"]
+                return subprocess.run(command, check=False).returncode
     try:
-        shape = shape_from_model_path(arguments.model_path)
-        name = arguments.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(name)
-        if device.type == "cuda":
-            if device.index is None:
-                device = torch.device("cuda", torch.cuda.current_device())
-            torch.cuda.set_device(device)
-        partitioner = make_partitioner(
-            arguments.backend,
-            device=str(device),
-            total_units=arguments.total_units,
-            min_units=GPU_MIN_UNITS if device.type == "cuda" else None,
-            prepare="both",
-        )
-        started = time.perf_counter()
-
-        def out_file(device_name: str) -> Path:
-            slug = "-".join(device_name.lower().split())
-            return Path(arguments.out or f"{slug}_{shape.fingerprint()}.json")
-
-        def save(curves: DeviceCurves) -> None:
-            curves.save(out_file(curves.device_name))
-
-        def save_operators(rows: list[dict[str, Any]]) -> None:
-            file = out_file(device.type).with_suffix(".operators.json")
-            file.write_text(json.dumps(rows) + "\n")
-            print(f"wrote {file}: raw times, of which no curves could be made")
-
-        try:
-            with torch.inference_mode():
-                curves = profile(
-                    shape,
-                    partitioner,
-                    device,
-                    quick=arguments.quick,
-                    with_contention=not arguments.no_contention,
-                    with_validation=arguments.validate,
-                    use_graphs=not arguments.no_graphs,
-                    num_rungs=arguments.rungs,
-                    save=save,
-                    save_operators=save_operators,
-                )
-        finally:
-            partitioner.close()
-        print(f"wrote {out_file(curves.device_name)} after {time.perf_counter() - started:.0f} s")
-        if arguments.plot:
-            plot_curves(curves, arguments.plot)
-            print(f"wrote {arguments.plot}")
+        _run(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Profile as the command line says. Raises ValueError for what the user can mend."""
+    shape = shape_from_model_path(arguments.model_path)
+    name = arguments.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(device)
+    partitioner = make_partitioner(
+        arguments.backend,
+        device=str(device),
+        total_units=arguments.total_units,
+        min_units=GPU_MIN_UNITS if device.type == "cuda" else None,
+        prepare="both",
+    )
+    started = time.perf_counter()
+
+    def out_file(device_name: str) -> Path:
+        slug = "-".join(device_name.lower().split())
+        return Path(arguments.out or f"{slug}_{shape.fingerprint()}.json")
+
+    def save(curves: DeviceCurves) -> None:
+        curves.save(out_file(curves.device_name))
+
+    def save_operators(rows: list[dict[str, Any]]) -> None:
+        file = out_file(device.type).with_suffix(".operators.json")
+        file.write_text(json.dumps(rows) + "\n")
+        print(f"wrote {file}: raw times, of which no curves could be made")
+
+    try:
+        with torch.inference_mode():
+            curves = profile(
+                shape,
+                partitioner,
+                device,
+                quick=arguments.quick,
+                with_contention=not arguments.no_contention,
+                with_validation=arguments.validate,
+                use_graphs=not arguments.no_graphs,
+                num_rungs=arguments.rungs,
+                under_mps=arguments.under_mps,
+                save=save,
+                save_operators=save_operators,
+            )
+    finally:
+        partitioner.close()
+    print(f"wrote {out_file(curves.device_name)} after {time.perf_counter() - started:.0f} s")
+    if arguments.plot:
+        plot_curves(curves, arguments.plot)
+        print(f"wrote {arguments.plot}")
 
 
 if __name__ == "__main__":
