@@ -172,6 +172,7 @@ def report(runs: Path, out: Path) -> None:
                 "trace_sha256": part["trace"]["sha256"],
                 "num_requests": part["trace"]["num_requests"],
                 "order": [arm["arm"] for arm in part["arms"]],
+                "cores_used_elsewhere": {arm["arm"]: arm.get("cores_used_elsewhere") for arm in part["arms"]},
                 "environment": part["environment"],
             }
             for part in slices

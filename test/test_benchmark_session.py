@@ -76,6 +76,7 @@ def test_a_session_stores_one_slice_per_workload_and_is_not_run_twice(tmp_path: 
         assert arm["summary"]["output_tokens"] == 12 * 6
         assert len(arm["requests"]) == 12
         assert arm["flushed"] is True
+        assert arm["cores_used_elsewhere"] >= 0
         # Prompts differ between requests and are the same in both arms.
         assert [row["prompt"] for row in arm["requests"]] == [row["prompt"] for row in data["arms"][0]["requests"]]
         assert arm["memory_after"]["host_processes"][0]["rss_mib"] > 0

@@ -109,6 +109,33 @@ class Server:
             time.sleep(0.2)
 
 
+class OtherWork:
+    """Cores that others kept busy since this was made: not the servers, not this process and the children it awaited.
+
+    On a shared machine it says whether two runs can be compared.
+    """
+
+    def __init__(self, group: list[Server]) -> None:
+        self._group = group
+        self._start = self._read()
+
+    def _read(self) -> tuple[float, float]:
+        machine = psutil.cpu_times()
+        busy_s = machine.user + machine.nice + machine.system
+        own = os.times()
+        busy_s -= own.user + own.system + own.children_user + own.children_system
+        for process in (member for server in self._group for member in server.family()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                busy_s -= times.user + times.system
+        return time.monotonic(), busy_s
+
+    def mean_cores(self) -> float:
+        """Mean number of cores in use elsewhere."""
+        now_s, busy_s = self._read()
+        return max(0.0, (busy_s - self._start[1]) / (now_s - self._start[0]))
+
+
 def _alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

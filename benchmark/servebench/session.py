@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -184,16 +183,17 @@ class Session:
         left_s = self.end - time.monotonic()
         duration_s = 120.0 if job.trace.concurrency else job.trace.duration_s
         timeout_s = max(5.0, min(duration_s + config.drain_s, left_s - 5.0))
+        others = servers.OtherWork(list(group))
         records = self._client(
             job.bodies, [r.arrival_s for r in job.trace.requests], url, (job.trace.concurrency,), timeout_s
         )
+        elsewhere = others.mean_cores()
         alive = all(member.process.poll() is None for member in group)
         result = {
             "flushed": flushed,
             "alive_after": alive,
             "client_timeout_s": round(timeout_s, 1),
-            # Processes that ran or waited for a core in the last minute: on a shared machine, others' too.
-            "load_average_1m": round(os.getloadavg()[0], 2),
+            "cores_used_elsewhere": round(elsewhere, 2),
             "summary": metrics.summarise(records, concurrency=job.trace.concurrency),
             "server": servers.describe_server(server.url),
             "memory_before": before,
