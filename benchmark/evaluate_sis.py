@@ -8,9 +8,9 @@ whether the other side is busy. Requests arrive by a Poisson process whose rate 
 (light text, small images, large images, burst, decode-heavy); after its image is encoded a request decodes its
 tokens. Prefill is left out (it is the same for every arm). The same arrivals serve every arm.
 
-Arms: SIS with either objective, every static rung, and "no mask" (both sides on the whole device, where the decoder
-is slowed by `--unmasked-slowdown`, measured for a bandwidth-bound kernel on an H200: 1.79 ms against 0.21 ms alone,
-and taken here for a whole decode step).
+Arms: SIS with each objective, every static rung, and "no mask" (both sides on the whole device, where the decoder
+is slowed by what the curves' profile measured, or else by `--unmasked-slowdown`, measured for a bandwidth-bound kernel
+on an H200: 1.79 ms against 0.21 ms alone, and taken here for a whole decode step).
 
 What this can show: how near the policy comes to the best static choice when the curves are right. To see what wrong
 curves cost, `--error` multiplies the true times of each (side, rung) by a log-normal factor that SIS does not know;
@@ -114,7 +114,9 @@ class Device:
         if not beside:
             return self.curves.at(total).decode_step_ms(batch, context) * self.error[("decode", total)]
         if encoder_units == total:
-            return self.curves.at(total).decode_step_ms(batch, context) * self.unmasked_slowdown
+            case = "decode_beside_encoder_unmasked"
+            measured = self.curves.contention_factor(case, total) if self.curves.has_contention(case, total) else None
+            return self.curves.at(total).decode_step_ms(batch, context) * (measured or self.unmasked_slowdown)
         step = self.curves.at(total - encoder_units).decode_step_ms(batch, context)
         factor = self.curves.contention_factor(f"decode_beside_encoder_{self.suffix}", encoder_units)
         return step * factor * self.error[("decode", encoder_units)]
@@ -139,7 +141,12 @@ def simulate(
 
     def state() -> GpuState:
         context = sum(r.context for r in running) / len(running) if running else 0.0
-        return GpuState(encoder_patches=patches, decode_batch=len(running), mean_context_tokens=context)
+        return GpuState(
+            encoder_patches=patches,
+            decode_batch=len(running),
+            mean_context_tokens=context,
+            num_waiting=max(1, len(batch) + len(waiting)),
+        )
 
     while i < len(pending) or waiting or running or batch:
         upcoming = pending[i].arrival_ms if i < len(pending) else math.inf
@@ -267,6 +274,8 @@ def arms_for(
 
     first = make("tpot")
     arms = [
+        sis_arm("sis:least_delay", make("least_delay")),
+        sis_arm("sis:delay, per batch", make("least_delay"), per_batch=True),
         sis_arm("sis:least_time", make("least_time")),
         sis_arm(f"sis:least_time,w={weight:g}", make("least_time", decode_weight=weight)),
         sis_arm(f"sis:w={weight:g}, per batch", make("least_time", decode_weight=weight), per_batch=True),

@@ -1,6 +1,6 @@
 """SIS against static splits and no mask, on a load that changes: one server, its SM mode changed between passes.
 
-  sm_modes.py measure --model DIR --out FOLDER [--modes sis sis:8 static:64 off ...] [--phases NAME=S:LOAD+LOAD ...]
+  sm_modes.py measure --model DIR --out FOLDER [--modes sis sis:8 static:68 off ...] [--phases NAME=S:LOAD+LOAD ...]
   sm_modes.py report FOLDER
 
 A pass is the whole trace (phases.py) under one mode (`--sm-partition`'s words). All passes have the same arrivals and
@@ -40,7 +40,8 @@ from servebench.results import write_atomic
 from servebench.session import run_client, warmup_trace
 from servebench.workload import Trace
 
-DEFAULT_MODES = ("sis", "sis:8", "static:32", "static:64", "static:96", "static:112", "off")
+# An H200 grants 20, 28, ..., 116 and all 132 SMs.
+DEFAULT_MODES = ("sis", "sis:1:4", "static:36", "static:68", "static:92", "static:116", "off")
 SETTLE_S = 1.0
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,10 @@ from torch import nn
 from spaceserve import status
 from spaceserve.channels import Channels
 from spaceserve.config import SmPartition, SpaceServeConfig
-from spaceserve.encoder.split import EncoderSplit, make_split
+from spaceserve.encoder.split import EncoderSplit, make_split, state_changed
 from spaceserve.encoder.split_metrics import SplitMetrics
 from spaceserve.partition import SimulatedPartitioner
-from spaceserve.sis import DecodeState, SpaceInferenceScheduler, StateBoardWriter
+from spaceserve.sis import DecodeState, GpuState, SpaceInferenceScheduler, StateBoardWriter
 from spaceserve.sis.standin import TOTAL_SMS, standin_curves
 
 pytestmark = pytest.mark.cpu
@@ -236,6 +237,21 @@ def test_the_next_layer_moves_when_the_decode_side_changes(make_bench: Callable[
     assert bench.value("encode_seconds_count") == 1
     assert not bench.value("encode_prediction_ratio_count")
     assert bench.value("sm_partition_switches_total") == 1
+
+
+def test_what_makes_a_running_batch_reconsider() -> None:
+    base = GpuState(encoder_patches=IMAGE, decode_batch=20, num_waiting=4)
+    for changes, expected in (
+        ({}, False),
+        ({"decode_batch": 23, "mean_context_tokens": 900.0}, False),
+        ({"decode_batch": 30}, True),
+        ({"decode_batch": 0}, True),
+        ({"prefill_tokens": 100}, True),
+        ({"num_waiting": 5}, False),
+        ({"num_waiting": 9}, True),
+        ({"num_waiting": 1}, True),
+    ):
+        assert state_changed(base, replace(base, **changes)) is expected, changes
 
 
 def test_layers_stay_while_nothing_changes(make_bench: Callable[..., Bench]) -> None:

@@ -76,13 +76,15 @@ class BatchTiming:
         return wait
 
 
-def decode_side_changed(before: GpuState, now: GpuState) -> bool:
-    """Whether the decode side is so different that a running batch's SMs are worth another thought."""
+def state_changed(before: GpuState, now: GpuState) -> bool:
+    """Whether so much has changed beside a running batch that its SMs are worth another thought: decode or prefill
+    has come or gone, or what decodes, or what waits for the encoder, has grown or shrunk by a fifth."""
     if (before.decode_batch == 0) != (now.decode_batch == 0) or (before.prefill_tokens == 0) != (
         now.prefill_tokens == 0
     ):
         return True
-    return not 0.8 <= (now.decode_batch + 1) / (before.decode_batch + 1) <= 1.25
+    pairs = ((before.decode_batch, now.decode_batch), (before.num_waiting, now.num_waiting))
+    return not all(0.8 <= (new + 1) / (old + 1) <= 1.25 for old, new in pairs)
 
 
 @dataclass
@@ -293,7 +295,7 @@ class EncoderSplit:
             assert self._sis is not None
             assert self._partitioner is not None
             state = self._gpu_state(running.state.encoder_patches)
-            if not decode_side_changed(running.state, state):
+            if not state_changed(running.state, state):
                 return
             running.state = state
             split = self._sis.reconsider(state, index / num_blocks)
