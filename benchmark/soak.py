@@ -40,8 +40,18 @@ from servebench.workload import ImageSpec, TraceRequest
 REPO = Path(__file__).resolve().parent.parent
 
 
+def anonymous_bytes(pid: int) -> int:
+    """Resident memory of a process that is no file's and no shared segment's.
+
+    Neither RSS, which counts the slab in each process that maps it, nor USS: a process that was forked makes pages its
+    own when it writes to them, as the garbage collector does to each object, and USS takes that for growth.
+    """
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
+
+
 class MemoryRecorder:
-    """Samples resident memory (bytes) of the servers' processes in a thread, with the number of answers so far."""
+    """Samples anonymous memory (bytes) of the servers' processes in a thread, with the number of answers so far."""
 
     def __init__(self, group: Sequence[servers.Server], interval_s: float) -> None:
         self.group, self.interval_s = group, interval_s
@@ -69,9 +79,8 @@ class MemoryRecorder:
         resident: dict[int, int] = {}
         for server in self.group:
             for process in server.family():
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    # USS leaves out shared mappings, which would count the slab once per process.
-                    resident[process.pid] = process.memory_full_info().uss
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+                    resident[process.pid] = anonymous_bytes(process.pid)
                     if process.pid not in self.names:
                         self.names[process.pid] = servers.title(process)
         self.samples.append((time.monotonic(), self.answers, resident))
