@@ -209,6 +209,42 @@ def test_a_video_that_waits_to_be_held_and_is_evicted_meanwhile_is_encoded_in_pi
     assert max(len(indices) for _, indices in world.order) == 4
 
 
+def test_half_of_a_video_that_nobody_holds_is_in_nobodys_way() -> None:
+    world = VideoWorld(num_blocks=9)
+    world.want("first", video("v", 8, "first"))
+    world.now_s = 1.0
+    world.want("large", source("image", num_tokens=9 * BLOCK))  # waits for the whole slab
+    world.now_s = 2.0
+    world.want("young", video("v", 8, "young"))  # wants the video too, and may not overtake
+    world.finish()
+    world.tell(FinishRequest("first"))
+    world.finish()
+    world.finish()
+    assert not world.answers("young"), "its last piece is not encoded"
+    world.finish_all()
+    assert isinstance(world.answers("large")[0], FeaturesReady)
+    world.tell(FinishRequest("large"))
+    world.finish_all()
+    assert isinstance(world.answers("young")[0], FeaturesReady)
+
+
+def test_a_holder_goes_on_with_what_another_request_began_and_gave_up() -> None:
+    world = VideoWorld(num_blocks=16, policy="fcfs")
+    world.want("r0", video("v", 3, "r0"))
+    world.finish_all()
+    world.tell(FinishRequest("r0"))
+    world.want("busy", source("x", num_tokens=2 * BLOCK), source("y", num_tokens=2 * BLOCK))
+    world.want("r1", video("w", 3, "r1"), video("v", 3, "r1"))  # v is a hit, and not held yet
+    world.tell(DropCached())
+    world.want("r2", video("v", 3, "r2"))
+    while world.running:
+        keys = {key_of(ticket.key) for batch in world.running for ticket in batch.tickets}
+        if b"v" in keys and "r2" not in world.service._ended:
+            world.tell(FinishRequest("r2"))  # after its first piece was begun
+        world.finish()
+    assert isinstance(world.answers("r1")[0], FeaturesReady)
+
+
 @settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), policy=st.sampled_from(["twsrft", "fcfs", "srf"]))
 def test_random_mix_with_videos_ends_with_everything_answered_and_nothing_held(seed: int, policy: str) -> None:

@@ -77,6 +77,7 @@ class Pieces:
         self._capacity_patches = capacity_patches
         self._encodes: dict[bytes, _Encode] = {}  # by the key of the whole
         self._whole: dict[bytes, bytes] = {}  # by the key of a piece
+        self._begun: dict[bytes, None] = {}  # an ordered set of wholes whose extent is taken
 
     def __len__(self) -> int:
         """Images and videos that are remembered."""
@@ -131,6 +132,7 @@ class Pieces:
         assert piece not in encode.in_flight
         if encode.ticket is None:
             encode.ticket = store.begin_encode(key)
+            self._begun[key] = None
         encode.in_flight.add(piece)
         num_slices = max(end for _, end in encode.slices.values())
         slice_tokens = encode.ticket.num_tokens // num_slices
@@ -170,12 +172,17 @@ class Pieces:
         encode = self._encodes.get(key)
         return encode is not None and bool(encode.in_flight)
 
+    def interrupted(self) -> list[bytes]:
+        """Wholes whose extent is taken, on which the device does not work now, and which are not complete."""
+        return [key for key in self._begun if not self._encodes[key].in_flight and self._encodes[key].left]
+
     def close(self, key: bytes) -> tuple[list[bytes], bool]:
         """Forget the whole. Returns the pieces that were left, and whether its extent had been begun."""
         encode = self._encodes.pop(key, None)
         if encode is None:
             return [key], False
         assert not encode.in_flight
+        self._begun.pop(key, None)
         for piece in encode.slices:
             del self._whole[piece]
         return list(encode.left), encode.ticket is not None

@@ -146,10 +146,18 @@ class EncoderService:
         return self.store.ticket(key) is not None or key in self._restoring or self.store.is_on_host(key)
 
     def _enqueue(self, attempt: _Try) -> None:
+        holds = self.store.holds(attempt.id)
         missing = [key for key in attempt.items if self.store.ticket(key) is None]
+        if holds:
+            # Left to encode is what another request had begun and gave up; copies from the host come by themselves.
+            missing = [key for key in missing if key not in self._restoring]
+            if not missing:
+                return
         work = [piece for key in missing for piece in self._pieces.left(self._sources[key][0])]
         # With every feature present it still has to hold them, for which it waits its turn like the others.
         self.queue.add(attempt.id, work or list(attempt.items.values()), attempt.arrival_s)
+        if holds:
+            self.queue.mark_reserved(attempt.id)
         for key in missing:
             if not self._is_encoded(key):
                 self._prepare_ahead(key)
@@ -183,10 +191,27 @@ class EncoderService:
         if begun:
             self.store.fail(key)
 
+    def _give_up_unheld(self) -> None:
+        """Whoever held a half-encoded video, or an image whose file went with its request, is gone: free its room.
+
+        Others may want it, but they hold nothing yet, and wait for their turn behind requests that may wait for just
+        that room: nobody would go on.
+        """
+        for key in self._pieces.interrupted():
+            if self.store.is_held(key):
+                continue
+            pieces, _ = self._pieces.close(key)
+            for piece in pieces:
+                self._forget(piece)
+            self.queue.items_done([key, *pieces])
+            for try_id in self.store.fail(key):
+                self._enqueue(self._tries[try_id])  # from its beginning
+
     # ---- batches
 
     def next_batches(self, now_s: float) -> list[Batch]:
         """Batches to run now, in order; empty while enough are under way or nothing may go."""
+        self._give_up_unheld()
         batches = []
         while self._num_in_flight < MAX_BATCHES_IN_FLIGHT:
             refused: list[str] = []
@@ -338,8 +363,8 @@ class EncoderService:
             return
         if self.store.remaining_patches(attempt.id) == 0 and self.store.try_reserve(attempt.id):
             self._add_evicted(attempt)
-        elif self.queue.remaining_patches(attempt.id) == 0 and not self.store.holds(attempt.id):
-            self._enqueue(attempt)  # one that holds all only waits for copies from the host tier
+        elif self.queue.remaining_patches(attempt.id) == 0:
+            self._enqueue(attempt)
         if self.store.is_ready(attempt.id):
             attempt.answered = True
             self.queue.cancel(attempt.id)

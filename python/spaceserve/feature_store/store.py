@@ -380,6 +380,11 @@ class FeatureStore:
         entry = self._entries.get(key)
         return self._ticket(entry) if entry is not None and entry.state is _State.READY else None
 
+    def is_held(self, key: bytes) -> bool:
+        """Whether a request that has its reservation wants `key`."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.num_holders > 0
+
     def is_reserved(self, key: bytes) -> bool:
         """Whether `key` has its extent and neither an encode nor a copy into it has begun."""
         entry = self._entries.get(key)
