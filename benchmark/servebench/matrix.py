@@ -29,7 +29,7 @@ class Group:
     repeats: int = 3
 
 
-TWSRFT_CPU = "sizes@4x120"
+TWSRFT_CPU = "sizes@6x120"
 
 SETS: dict[str, tuple[Group, ...]] = {
     # Comes first: the relative rates need S.

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,18 @@ class Session:
             self._run_arm(order, arm, jobs)
             for job in jobs:
                 self._store(job, session_id, environment)
+        return jobs
+
+    def run_on(self, groups: Mapping[str, Sequence[servers.Server]], environment: dict[str, Any]) -> list[Job]:
+        """Run everything on servers that are up, ``groups`` by the arm's name. Raises ServerFailed."""
+        jobs = self.prepare()
+        for order, arm in enumerate(self.arms):
+            head = {"arm": arm.name, "ours": arm.ours, "order": order}
+            for job in jobs:
+                commands = [server.template for server in arm.servers]
+                job.arms.append({**head, "commands": commands, **self._run_workload(job, groups[arm.name])})
+        for job in jobs:
+            self._store(job, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), environment)
         return jobs
 
     def _run_arm(self, order: int, arm: Arm, jobs: Sequence[Job]) -> None:
