@@ -187,7 +187,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
             axis.bar(places, means, width * 0.9, label=name, color=f"C{number}")
             axis.plot(places, tails, "_", color=f"C{number}", markersize=12, markeredgewidth=2)
         axis.set(title=f"{title}: mean (bar), p99 (line)", yscale="log", ylabel="ms")
-        axis.set_xticks(range(len(groups)), groups, fontsize=8)
+        axis.set_xticks(range(len(groups)), [group.replace(" (", "\n(") for group in groups], fontsize=8)
         axis.grid(axis="y", alpha=0.3)
     axes[0].legend(fontsize=8)
     drawn.tight_layout()
