@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from sglang.srt.managers import io_struct
 
 from spaceserve.scheduler.side_lanes import lane_rungs
 from spaceserve.scheduler.side_prefill import Lane, SidePrefill, obstacle
+from spaceserve.sis.busy_share import MAX_SHARE, BusyShare
 from spaceserve.sis.prefill_share import PrefillShare
 from spaceserve.sis.standin import standin_curves
 
@@ -254,7 +256,7 @@ def test_run_batch_finds_the_lane_s_streams(monkeypatch: pytest.MonkeyPatch) -> 
         return "result"
 
     scheduler.run_batch = run_batch
-    side.attach(scheduler, SimpleNamespace(choose=lambda scheduler, batch: lane))
+    side.attach(scheduler, SimpleNamespace(choose=lambda scheduler, batch, prefill_load: lane))
     side._launch(Batch([Req("a")], True))
     assert seen["forward_stream"] is lane.stream
     assert seen["forward_stream_ctx"] == ("context", lane.stream)
@@ -307,26 +309,73 @@ def test_obstacles() -> None:
         assert word in reason
 
 
-def test_prefill_share_moves_with_the_load() -> None:
-    """More that waits gives a prefill more units, more that decodes fewer; decode keeps what it needs to run."""
-    curves = standin_curves()
-    share = PrefillShare(curves, range(16, 133, 8))
+# Decode beside prefill as a profile stores it: the larger the prefill's group, the quicker it and the slower decode.
+SHARING = [
+    {
+        "mode": mode,
+        "decode_units": 132,
+        "prefill_units": units,
+        "decode_alone_ms": 1.0,
+        "decode_ms": decode_ms,
+        "prefill_alone_ms": 6.0,
+        "prefill_ms": prefill_ms,
+    }
+    for mode, units, decode_ms, prefill_ms in [
+        ("both unmasked", 132, 4.6, 7.4),
+        ("both masked", 116, 9.9, 9.9),  # of another mode: not used
+        ("prefill masked", 116, 2.0, 10.3),
+        ("prefill masked", 84, 1.5, 12.5),
+        ("prefill masked", 68, 1.3, 14.3),
+    ]
+]
 
-    def units(waiting: int, decoding: int) -> int:
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_prefill_share_moves_with_the_load(measured: bool) -> None:
+    """More that waits, or a busier prefill, gives prefill more units; more that decodes gives it fewer."""
+    curves = replace(standin_curves(), sharing=SHARING if measured else [])
+    share = PrefillShare(curves, range(52, 132, 16))
+    assert share.rungs == ((52, 68, 84, 100, 132) if measured else (52, 68, 84, 100))
+
+    def units(waiting: int, decoding: int, load: float = 0.0) -> int:
         return share.units(
             prefill_tokens=5329,
             prefix_tokens=0,
             num_waiting=waiting,
+            prefill_load=load,
             decode_batch=decoding,
             mean_context_tokens=3000,
         )
 
     by_waiting = [units(waiting, 8) for waiting in (1, 4, 16, 64)]
     assert by_waiting == sorted(by_waiting)
-    assert by_waiting[0] < by_waiting[-1]
+    assert by_waiting[0] < by_waiting[-1] == share.rungs[-1]
     by_decoding = [units(4, decoding) for decoding in (1, 4, 16, 64)]
     assert by_decoding == sorted(by_decoding, reverse=True)
-    assert all(132 - n >= curves.min_decoder_units for n in by_waiting + by_decoding)
+    assert by_decoding[0] > by_decoding[-1]
+    by_load = [units(2, 8, load) for load in (0.0, 0.3, 0.6, 0.9)]
+    assert by_load == sorted(by_load)
+    assert by_load[0] < by_load[-1]
+
+
+def test_prefill_share_between_measured_sizes() -> None:
+    share = PrefillShare(replace(standin_curves(), sharing=SHARING), (76, 100))
+    assert share._at(84) == (12.5 / 6.0, 1.5)
+    assert share._at(76) == pytest.approx(((12.5 * 14.3) ** 0.5 / 6.0, (1.5 * 1.3) ** 0.5))
+    assert share._at(52) == (14.3 / 6.0, 1.3)
+    assert share._at(124) == (10.3 / 6.0, 2.0)
+
+
+def test_busy_share() -> None:
+    busy = BusyShare(time_constant_s=5.0)
+    assert busy.share(0.0) == 0.0
+    for second in range(1, 61):
+        busy.add(float(second), 0.5)
+    assert busy.share(60.0) == pytest.approx(0.5, abs=0.01)
+    assert busy.share(65.0) == pytest.approx(0.5 / 2.718, abs=0.01)
+    for second in range(66, 166):
+        busy.add(float(second), 3.0)  # works on several things at once: no more than always
+    assert busy.share(165.0) == MAX_SHARE
 
 
 def test_lanes_are_few() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spaceserve.sis import curves_for, device_spec, estimate_curves, find_curves, shape_from_hf_config
-from spaceserve.sis.curves import CURVE_AXES, Curve, DeviceCurves, isotonic, shipped_files
+from spaceserve.sis.curves import CONTENTION_CASES, CURVE_AXES, Curve, DeviceCurves, isotonic, shipped_files
 from spaceserve.sis.roofline import KNOWN_DEVICES
 from spaceserve.sis.shapes import QWEN2_VL_7B, ModelShape, shape_from_model_path
 from spaceserve.sis.standin import (
@@ -24,7 +24,6 @@ from spaceserve.sis.standin import (
     DECODE_CONTEXT,
     DECODE_MS,
     ENCODER_MS,
-    FILE_NAME,
     standin_curves,
 )
 
@@ -82,24 +81,34 @@ def test_roofline_reproduces_the_measurements_it_was_fitted_to() -> None:
     assert max(found) < 0.25
 
 
-def test_shipped_file_is_what_its_measurements_give_and_says_what_it_is() -> None:
-    file = next(f for f in shipped_files() if f.name == FILE_NAME)
-    shipped = DeviceCurves.load(file)
-    assert shipped.to_json() == json.loads(json.dumps(standin_curves().to_json()))
-    assert statistics.median(errors(shipped)) < 0.05
-    assert max(errors(shipped)) < 0.10
-    assert shipped.source == "stand-in"
-    assert "Stand-ins, not SGLang's kernels" in shipped.provenance
+def test_standin_curves_are_what_was_measured() -> None:
+    curves = standin_curves()
+    assert statistics.median(errors(curves)) < 0.05
+    assert max(errors(curves)) < 0.10
+    assert "Stand-ins, not SGLang's kernels" in curves.provenance
     for n, (masked, unmasked) in DECODE_BESIDE_MS.items():
-        alone = shipped.at(132 - n).decode_step_ms(DECODE_BATCH, DECODE_CONTEXT)
-        assert alone * shipped.contention_factor("decode_beside_encoder_masked", n) == pytest.approx(masked, rel=0.02)
-        assert alone * shipped.contention_factor("decode_beside_encoder_unmasked", n) == pytest.approx(
+        alone = curves.at(132 - n).decode_step_ms(DECODE_BATCH, DECODE_CONTEXT)
+        assert alone * curves.contention_factor("decode_beside_encoder_masked", n) == pytest.approx(masked, rel=0.02)
+        assert alone * curves.contention_factor("decode_beside_encoder_unmasked", n) == pytest.approx(
             unmasked, rel=0.02
         )
 
 
+@pytest.mark.parametrize("file", shipped_files(), ids=lambda file: file.name)
+def test_shipped_curves_are_whole_profiles(file: Path) -> None:
+    """Measured, validated on held-out sizes, with each side beside the other, and with prefill beside decode."""
+    curves = DeviceCurves.load(file)
+    assert curves.source == "profiled"
+    assert set(curves.curves) == set(CURVE_AXES)
+    assert all(curves.validation["errors"][phase]["num_points"] > 0 for phase in ("encoder", "decode", "prefill"))
+    assert not curves.validation.get("failed_parts")
+    assert set(curves.contention) == set(CONTENTION_CASES)
+    assert {row["mode"] for row in curves.sharing} == {"both unmasked", "both masked", "prefill masked"}
+    assert curves.min_decoder_units < curves.total_units // 2
+
+
 def test_curves_for_takes_the_shipped_file_and_else_an_estimate_that_says_so() -> None:
-    assert curves_for("NVIDIA H200", 132, QWEN2_VL_7B).source == "stand-in"
+    assert curves_for("NVIDIA H200", 132, QWEN2_VL_7B).source == "profiled"
     other = curves_for("NVIDIA L40S", 142, QWEN2_VL_7B)
     assert other.source == "roofline"
     assert "ESTIMATE" in other.provenance

@@ -84,6 +84,7 @@ states = st.builds(
     prefill_tokens=st.integers(0, 8192),
     prefill_prefix_tokens=st.integers(0, 4096),
     num_waiting=st.integers(1, 100),
+    encoder_load=st.floats(0, 0.9),
 )
 busy_states = st.builds(
     GpuState,
@@ -91,6 +92,7 @@ busy_states = st.builds(
     decode_batch=st.integers(1, 64),
     mean_context_tokens=st.floats(1, 20000),
     num_waiting=st.integers(1, 100),
+    encoder_load=st.floats(0, 0.9),
 )
 objectives = st.sampled_from(["least_delay", "least_time", "tpot"])
 modes = st.sampled_from(["encoder", "both"])
@@ -150,7 +152,7 @@ def test_least_delay_is_the_minimum(device: Device, state: GpuState, mode: MaskM
     split = SpaceInferenceScheduler(curves, rungs, "least_delay", None, mode, decode_weight=weight).decide(state)
     alone_ms = curves.at(curves.total_units).decode_step_ms(state.decode_batch, state.mean_context_tokens)
     costs = {
-        n: e * (state.num_waiting + weight * state.decode_batch * max(0.0, 1 - alone_ms / d))
+        n: e * (state.num_waiting / (1 - state.encoder_load) + weight * state.decode_batch * max(0.0, 1 - alone_ms / d))
         for n, (e, d) in brute_force(curves, rungs, mode, state).items()
     }
     assert costs[split.encoder_units] <= min(costs.values()) * (1 + 1e-9)
@@ -160,9 +162,15 @@ def test_least_delay_is_the_minimum(device: Device, state: GpuState, mode: MaskM
 def test_least_delay_moves_with_who_waits_and_who_decodes() -> None:
     """A deeper queue never gets fewer units, more answers never leave the encoder more."""
 
-    def units(waiting: int, decoding: int) -> int:
+    def units(waiting: int, decoding: int, load: float = 0.0) -> int:
         sis = SpaceInferenceScheduler(standin_curves(), (*range(20, 117, 8), 132), "least_delay")
-        state = GpuState(encoder_patches=(21316,), decode_batch=decoding, mean_context_tokens=3000, num_waiting=waiting)
+        state = GpuState(
+            encoder_patches=(21316,),
+            decode_batch=decoding,
+            mean_context_tokens=3000,
+            num_waiting=waiting,
+            encoder_load=load,
+        )
         return sis.decide(state).encoder_units
 
     by_waiting = [units(waiting, 8) for waiting in (1, 4, 16, 64)]
@@ -171,6 +179,9 @@ def test_least_delay_moves_with_who_waits_and_who_decodes() -> None:
     by_decoding = [units(4, decoding) for decoding in (1, 4, 16, 64)]
     assert by_decoding == sorted(by_decoding, reverse=True)
     assert by_decoding[0] > by_decoding[-1]
+    by_load = [units(2, 4, load) for load in (0.0, 0.5, 0.9)]
+    assert by_load == sorted(by_load)
+    assert by_load[0] < by_load[-1]
 
 
 @PROPERTY

@@ -19,6 +19,7 @@ from torch import nn
 
 from spaceserve.config import SmPartition
 from spaceserve.partition import Partitioner, UnitGroup, make_partitioner
+from spaceserve.sis.busy_share import BusyShare
 from spaceserve.sis.policy import GpuState, Objective, SpaceInferenceScheduler, Split
 from spaceserve.sis.state_board import StateBoardReader, StateBoardTornError
 
@@ -135,6 +136,7 @@ class EncoderSplit:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # SIS takes one caller at a time: batches are chosen, and their times observed, in two threads.
         self._lock = threading.Lock()
+        self._busy = BusyShare()
         self._running: _Running | None = None
         self._followed: tuple[int, int] | None = None
         self._mode_error: str | None = None
@@ -256,8 +258,9 @@ class EncoderSplit:
                 return
             # A batch that changed its units says nothing about one number of them.
             split = None if running.num_changes else running.split
-            if split is not None:
-                with self._lock:
+            with self._lock:
+                self._busy.add(time.monotonic(), elapsed_ms / 1000)
+                if split is not None:
                     assert self._sis is not None
                     self._sis.observe(split, measured_encoder_ms=elapsed_ms)
             if self.metrics is not None:
@@ -328,6 +331,7 @@ class EncoderSplit:
             mean_context_tokens=state.mean_context_tokens,
             prefill_tokens=state.prefill_tokens_running + state.prefill_tokens_waiting,
             num_waiting=max(1, self.num_waiting()),
+            encoder_load=self._busy.share(time.monotonic()),
         )
 
     def snapshot(self) -> dict[str, Any]:

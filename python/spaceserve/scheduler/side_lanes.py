@@ -66,8 +66,8 @@ class PrefillLanes:
         if self._mode.kind != "off":
             self._prepare()
 
-    def choose(self, scheduler: Any, batch: Any) -> Lane:
-        """The lane for the prefill `batch` beside what `scheduler` decodes now."""
+    def choose(self, scheduler: Any, batch: Any, prefill_load: float) -> Lane:
+        """The lane for the prefill `batch` beside what `scheduler` decodes now; `prefill_load` as in PrefillShare."""
         self._follow()
         running = scheduler.running_batch.reqs
         if not running or self._mode.kind == "off":
@@ -80,6 +80,7 @@ class PrefillLanes:
             prefill_tokens=batch.extend_num_tokens,
             prefix_tokens=max(batch.prefix_lens, default=0),
             num_waiting=len(batch.reqs) + len(scheduler.waiting_queue),
+            prefill_load=prefill_load,
             decode_batch=len(running),
             mean_context_tokens=sum(req.seqlen for req in running) / len(running),
         )
@@ -99,10 +100,7 @@ class PrefillLanes:
         if self._partitioner is None or self._share is None:
             self._partitioner = self._partitioner_factory()
             self._share = self._share_factory(self._partitioner)
-            logger.info(
-                "Prefill runs beside decode on %s to %s of %s SMs",
-                *(self._share.rungs[0], self._share.rungs[-1], self._whole.num_sms),
-            )
+            logger.info("Prefill runs beside decode on one of %s SMs", ", ".join(map(str, self._share.rungs)))
         return self._partitioner, self._share
 
     def _lane(self, partitioner: Partitioner, num_sms: int) -> Lane:

@@ -23,6 +23,7 @@ same loop, which the tests run.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from typing import Any, Protocol
 import torch
 
 from spaceserve.hooks import Hook
+from spaceserve.sis.busy_share import BusyShare
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Lane:
 class LaneChooser(Protocol):
     """Says where a prefill batch runs; `side_lanes.PrefillLanes` is the one with SM groups."""
 
-    def choose(self, scheduler: Any, batch: Any) -> Lane: ...
+    def choose(self, scheduler: Any, batch: Any, prefill_load: float) -> Lane: ...
 
 
 @dataclass
@@ -60,6 +62,7 @@ class _Flight:
     done: Any  # torch.cuda.Event; None on the CPU
     num_tokens: int
     keep_alive: Any
+    launched_s: float
 
 
 def obstacle(scheduler: Any) -> str | None:
@@ -96,6 +99,7 @@ class SidePrefill:
         self._lanes: LaneChooser | None = None
         self._copy_stream: Any = None
         self._flight: _Flight | None = None
+        self._busy = BusyShare()
 
     def attach(self, scheduler: Any, lanes: LaneChooser | None) -> None:
         """Take over `scheduler`'s loop. `lanes` is None on the CPU, where a prefill has no stream."""
@@ -192,11 +196,11 @@ class SidePrefill:
     def _launch(self, batch: Any) -> None:
         scheduler = self._scheduler
         assert self._flight is None
-        num_tokens = batch.extend_num_tokens
+        num_tokens, launched_s = batch.extend_num_tokens, time.monotonic()
         if self._lanes is None:
-            self._flight = _Flight(batch, scheduler.run_batch(batch), None, num_tokens, None)
+            self._flight = _Flight(batch, scheduler.run_batch(batch), None, num_tokens, None, launched_s)
             return
-        lane = self._lanes.choose(scheduler, batch)
+        lane = self._lanes.choose(scheduler, batch, self._busy.share(launched_s))
         # A slot of this batch may have been freed by a request whose last decode step still runs.
         lane.stream.wait_stream(scheduler.forward_stream)
         keep_alive: list[Any] = [None, None]
@@ -206,7 +210,7 @@ class SidePrefill:
         self._copy_stream.wait_stream(lane.stream)
         done = torch.cuda.Event()
         done.record(self._copy_stream)
-        self._flight = _Flight(batch, result, done, num_tokens, keep_alive)
+        self._flight = _Flight(batch, result, done, num_tokens, keep_alive, launched_s)
 
     @contextmanager
     def _on(self, lane: Lane, keep_alive: list[Any]) -> Iterator[None]:
@@ -236,6 +240,8 @@ class SidePrefill:
         if wait and flight.done is not None:
             flight.done.synchronize()
         self._flight = None
+        now_s = time.monotonic()
+        self._busy.add(now_s, now_s - flight.launched_s)
         scheduler = self._scheduler
         scheduler.process_batch_result(flight.batch, flight.result)
         batch, running = flight.batch, scheduler.running_batch

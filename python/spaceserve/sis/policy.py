@@ -5,11 +5,13 @@ a time: several threads need a lock around every method.
 
 Objectives, over the rungs n of the partitioner's ladder, N units in all:
 
-- "least_delay": n* = argmin_n [ T_E(n) * (q + w * b * (1 - T_D(N) / T_D(N - n))) ], with q requests that wait for the
-  encoder (this batch's and those behind it) and b that decode: while the batch runs, each of the q waits T_E(n), and
-  each of the b, making tokens every T_D(N - n) instead of every T_D(N) alone, falls behind by the bracket's share of
-  T_E(n). It is the delay summed over all requests; w weighs a streaming answer's against a waiting one's. So a deep
-  queue takes SMs from a few answers, and many answers keep them from one image. Ours.
+- "least_delay": n* = argmin_n [ T_E(n) * (q / (1 - r) + w * b * (1 - T_D(N) / T_D(N - n))) ], with q requests that
+  wait for the encoder (this batch's and those behind it), r the share of time that the encoder is busy, and b requests
+  that decode. While the batch runs, each of the q waits T_E(n), and so does who comes before the queue is empty, 1 /
+  (1 - r) for each of them (the mean number served in a busy period; Kleinrock, Queueing Systems I, 5.9). Each of the b
+  makes tokens every T_D(N - n) instead of every T_D(N) alone, and falls behind by the bracket's share of T_E(n). It is
+  the delay summed over requests; w weighs a streaming answer's against a waiting one's. So a deep queue, and a load
+  near what the encoder can do, take SMs from a few answers; many answers keep them from one image. Ours.
 - "least_time": n* = argmin_n [ T_E(n) + w * (T_D(N - n) + T_P(N - n)) ], with T_E the encoder batch (what is left of
   it), T_D one decode step, T_P the prefill chunk at hand (0 where there is none), w = `decode_weight`. With w = 1 and
   no prefill it is the paper's choice as far as its public summary says (Li et al., "SpaceServe", NeurIPS 2025: an
@@ -53,7 +55,8 @@ class GpuState:
     encoder_patches: patches of each image of the encoder batch; empty where there is nothing to encode.
     decode_batch, mean_context_tokens: running decode requests and their mean context.
     prefill_tokens: tokens of prefill running or waiting; prefill_prefix_tokens: cached tokens before them.
-    num_waiting: requests that wait for the encoder, those of this batch among them.
+    num_waiting: requests that wait for the encoder, those of this batch among them; encoder_load: share of time that
+    the encoder was busy lately, below 1.
     """
 
     encoder_patches: tuple[int, ...] = ()
@@ -62,11 +65,14 @@ class GpuState:
     prefill_tokens: int = 0
     prefill_prefix_tokens: int = 0
     num_waiting: int = 1
+    encoder_load: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = (*self.encoder_patches, self.decode_batch, self.mean_context_tokens, self.prefill_tokens)
         if any(not math.isfinite(v) or v < 0 for v in (*numbers, self.prefill_prefix_tokens, self.num_waiting)):
             raise ValueError(f"GPU state has a negative or infinite size: {self}")
+        if not 0.0 <= self.encoder_load < 1.0:
+            raise ValueError(f"encoder_load must be in [0, 1), not {self.encoder_load}")
         if any(p == 0 for p in self.encoder_patches):
             raise ValueError("an image of 0 patches cannot be encoded")
 
@@ -267,7 +273,8 @@ class SpaceInferenceScheduler:
             whole = self.curves.at(self.curves.total_units)
             alone_ms = whole.decode_step_ms(state.decode_batch, state.mean_context_tokens)
             lost = max(0.0, 1.0 - alone_ms / option.decode_ms) if option.decode_ms else 0.0
-            return option.encoder_ms * (state.num_waiting + self.decode_weight * state.decode_batch * lost)
+            delayed = state.num_waiting / (1 - state.encoder_load)
+            return option.encoder_ms * (delayed + self.decode_weight * state.decode_batch * lost)
         # The rest of a batch delays as many fewer steps as it is shorter: while nothing changes, neither does the best.
         return self.cost_ms(option.encoder_ms, option.left * option.decode_ms, option.left * option.prefill_ms)
 

@@ -2,25 +2,36 @@
 
 Pure: curves and sizes in, units out.
 
-While a prefill of T_P(n) ms runs on n of N units, its requests and those behind it wait T_P(n); each decoding request
-makes a token every T_D(N - n) instead of every T_D(N) ms and so loses T_P(n) * (1 - T_D(N) / T_D(N - n)). The choice
-is the n of the least delay summed over all requests,
+While a prefill of T_P(n) ms runs on n of N units, its requests and those behind it wait T_P(n), and so does who comes
+before the queue is empty; each decoding request makes a token d(n) times as slowly as alone and so loses
+T_P(n) * (1 - 1 / d(n)). The choice is the n of the least delay summed over requests, as SIS's for the encoder
+(policy.py, "least_delay"):
 
-    T_P(n) * (waiting + w * decoding * (1 - T_D(N) / T_D(N - n))),
+    T_P(n) * (q / (1 - r) + w * b * (1 - 1 / d(n))),
 
-with w = `decode_weight` for what a streaming answer's delay counts against a waiting one's.
+q requests waiting, r the share of time that prefill is busy, b requests decoding, and w = `decode_weight` for what a
+streaming answer's delay counts against a waiting one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from spaceserve.sis.curves import DeviceCurves
 
 
 class PrefillShare:
-    """See the module. `rungs`: units that a group can have, ascending; those that leave decode fewer than the curves'
-    `min_decoder_units` are not used.
+    """See the module.
+
+    Where the curves hold measurements of decode beside prefill in one process (`sharing`), T_P and d come from them,
+    and the whole device is among the choices, where prefill is quickest and decode suffers most. Without them decode is
+    taken to have the complement to itself.
+
+    Args:
+        rungs: units that a group can have, ascending, without the whole device; those that leave decode fewer than the
+            curves' `min_decoder_units` are not used.
 
     Raises:
         ValueError: no rung is left.
@@ -30,10 +41,14 @@ class PrefillShare:
 
     def __init__(self, curves: DeviceCurves, rungs: Sequence[int]) -> None:
         self._curves = curves
+        self._total = curves.total_units
         self.decode_weight = self.DEFAULT_WEIGHT
-        self.rungs = tuple(n for n in rungs if curves.total_units - n >= curves.min_decoder_units)
+        self.rungs = tuple(n for n in rungs if self._total - n >= max(1, curves.min_decoder_units))
         if not self.rungs:
             raise ValueError(f"no rung of {list(rungs)} leaves decode {curves.min_decoder_units} units")
+        self._beside = _beside(curves.sharing, self._total)
+        if self._beside is not None:
+            self.rungs = (*self.rungs, self._total)
 
     def units(
         self,
@@ -41,6 +56,7 @@ class PrefillShare:
         prefill_tokens: int,
         prefix_tokens: int,
         num_waiting: int,
+        prefill_load: float,
         decode_batch: int,
         mean_context_tokens: float,
     ) -> int:
@@ -48,15 +64,50 @@ class PrefillShare:
 
         Args:
             num_waiting: requests that this prefill serves, and those that wait behind it.
+            prefill_load: share of time that prefill was busy lately, in [0, 1).
             decode_batch, mean_context_tokens: what decodes meanwhile.
         """
-        total = self._curves.total_units
-        alone_ms = self._curves.at(total).decode_step_ms(decode_batch, mean_context_tokens)
+        alone_ms = self._curves.at(self._total).decode_step_ms(decode_batch, mean_context_tokens)
 
         def delay(units: int) -> float:
-            beside_ms = self._curves.at(total - units).decode_step_ms(decode_batch, mean_context_tokens)
-            lost = max(0.0, 1.0 - alone_ms / beside_ms) if beside_ms > 0 else 0.0
-            prefill_ms = self._curves.at(units).prefill_chunk_ms(prefill_tokens, prefix_tokens)
-            return prefill_ms * (num_waiting + self.decode_weight * decode_batch * lost)
+            if self._beside is None:
+                prefill_ms = self._curves.at(units).prefill_chunk_ms(prefill_tokens, prefix_tokens)
+                rest_ms = self._curves.at(self._total - units).decode_step_ms(decode_batch, mean_context_tokens)
+                slowdown = rest_ms / alone_ms if alone_ms else 1.0
+            else:
+                factor, slowdown = self._at(units)
+                prefill_ms = factor * self._curves.at(self._total).prefill_chunk_ms(prefill_tokens, prefix_tokens)
+            lost = max(0.0, 1.0 - 1.0 / slowdown)
+            return prefill_ms * (num_waiting / (1 - prefill_load) + self.decode_weight * decode_batch * lost)
 
         return min(self.rungs, key=delay)
+
+    def _at(self, units: int) -> tuple[float, float]:
+        """Factors at `units`, between measured sizes by their logarithms, beyond them as at the nearest."""
+        assert self._beside is not None
+        if units in self._beside:
+            return self._beside[units]
+        sizes = sorted(n for n in self._beside if n < self._total)
+        low = max((n for n in sizes if n < units), default=sizes[0])
+        high = min((n for n in sizes if n > units), default=sizes[-1])
+        if low == high or not low < units < high:
+            return self._beside[low if units >= low else high]
+        share = (units - low) / (high - low)
+        pairs = zip(self._beside[low], self._beside[high], strict=True)
+        prefill, decode = (math.exp((1 - share) * math.log(a) + share * math.log(b)) for a, b in pairs)
+        return prefill, decode
+
+
+def _beside(rows: Sequence[Mapping[str, Any]], total: int) -> dict[int, tuple[float, float]] | None:
+    """By units of the prefill: (its time over alone on the whole device, decode's over alone); None if not measured."""
+    whole = next((row for row in rows if row["mode"] == "both unmasked"), None)
+    masked = [row for row in rows if row["mode"] == "prefill masked"]
+    if whole is None or not masked:
+        return None
+    alone_ms = whole["prefill_alone_ms"]
+    found = {
+        int(row["prefill_units"]): (row["prefill_ms"] / alone_ms, row["decode_ms"] / row["decode_alone_ms"])
+        for row in (*masked, whole)
+    }
+    assert total in found, "unmasked is on the whole device"
+    return found

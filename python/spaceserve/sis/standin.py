@@ -1,8 +1,8 @@
-"""The documented stand-in measurements on one H200, and the shipped curves made from them.
+"""Measurements of stand-ins on one H200: what the roofline estimate is fitted to, and curves for tests.
 
 Plain torch stand-ins in one process: the encoder is 32 layers of Qwen2-VL's shape with torch SDPA, the decoder a
-Qwen2-VL-7B step of batch 16 and 3,000 tokens of context in a CUDA graph. SGLang's encoder (FA3) is faster, so a
-profile of the real device replaces this file: `python -m spaceserve.profile --out` into this folder's curves/.
+Qwen2-VL-7B step of batch 16 and 3,000 tokens of context in a CUDA graph. SGLang's encoder (FA3) is faster: what serves
+an H200 is the profile in curves/.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import pairwise
-from pathlib import Path
 
 from .curves import Curve, DeviceCurves
 from .roofline import KNOWN_DEVICES, estimate_curves
@@ -28,8 +27,6 @@ DECODE_BATCH, DECODE_CONTEXT = 16, 3000
 DECODE_MS = {132: 5.4, 68: 6.1, 36: 9.5, 20: 20.9}
 # encoder SMs -> decode step in ms while the encoder runs, decoder masked to the rest / unmasked
 DECODE_BESIDE_MS = {64: (6.65, 6.62), 96: (10.8, 10.6), 112: (23.8, 21.1)}
-
-FILE_NAME = "nvidia-h200_qwen2-vl-7b_standin.json"
 
 
 def _scaled(curve: Curve, residual: dict[int, float]) -> Curve:
@@ -80,8 +77,7 @@ def standin_curves() -> DeviceCurves:
             "decode step of batch 16 and 3,000 tokens in a CUDA graph), measured on one NVIDIA H200 (driver 580, "
             "CUDA 13.0, torch 2.11.0) at 12 points; between and beyond those points the roofline's shape, scaled to "
             "them. Prefill is the roofline's estimate alone. The encoder's slow-down beside the decoder was not "
-            "measured (factor 1). "
-            "To be replaced by a profile: python -m spaceserve.profile --model-path ..."
+            "measured (factor 1)."
         ),
         versions={"driver": "580", "cuda": "13.0", "torch": "2.11.0"},
         contention={
@@ -94,7 +90,3 @@ def standin_curves() -> DeviceCurves:
         },
         _slices={},
     )
-
-
-if __name__ == "__main__":
-    standin_curves().save(Path(__file__).parent / "curves" / FILE_NAME)
