@@ -380,7 +380,7 @@ def test_busy_share() -> None:
 
 def test_lanes_are_few() -> None:
     assert lane_rungs((*range(20, 117, 8), 132)) == (68, 92, 116)
-    assert lane_rungs((*range(20, 117, 8), 132), 24) == (68, 92, 108)
+    assert lane_rungs((*range(20, 117, 8), 132), 24) == (68, 84, 108)
     assert lane_rungs((60, 68, 132)) == (68,)
     assert lane_rungs((16, 132)) == (16,)
 

@@ -27,7 +27,7 @@ MAX_LANES = 3
 def lane_rungs(rungs: Sequence[int], min_decoder_units: int = 1) -> tuple[int, ...]:
     """The SMs that lanes beside decode have: MAX_LANES of the ladder's upper half, spread; without the whole device.
 
-    (68, 92, 116) of an H200's (20, 28, ..., 116, 132), (68, 92, 108) where decode needs 24.
+    (68, 92, 116) of an H200's (20, 28, ..., 116, 132), (68, 84, 108) where decode needs 24.
     """
     usable = [n for n in rungs[:-1] if rungs[-1] - n >= min_decoder_units]
     upper = [n for n in usable if 2 * n >= rungs[-1]] or usable
