@@ -362,3 +362,24 @@ def test_a_process_gets_its_parents_environment(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(os, "environ", dict(os.environ))
         thawed = pickle.loads(frozen)
         assert thawed._environment["SPACESERVE_UNIT_TEST"] == "set by the parent"
+
+
+def test_the_heap_gives_freed_memory_back() -> None:
+    """In a process of its own: small pieces, freed but for the last, which keeps glibc from giving back the top."""
+    code = """
+import ctypes, psutil
+from spaceserve.heap import trim_heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+pieces = [libc.malloc(65536) for _ in range(2000)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 65536)
+for piece in pieces[:-1]:
+    libc.free(piece)
+before = psutil.Process().memory_info().rss
+assert trim_heap()
+print(before - psutil.Process().memory_info().rss)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(result.stdout) > 64 << 20

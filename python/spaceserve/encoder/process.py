@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
 from spaceserve.families import Family
+from spaceserve.heap import trim_heap
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,7 @@ CPU_CACHE_GB = 0.25
 GPU_CACHE_FRACTION = 0.02
 # A device that has not finished a batch in this time is taken for hung; the heartbeat stops.
 BATCH_HANG_S = 120.0
+HEAP_TRIM_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +224,7 @@ def _serve(spec: WorkerSpec) -> None:
         poller.register(host.wakeup_fd, zmq.POLLIN)
     check_at_idle = os.environ.get("SPACESERVE_DEBUG") == "1"
     status_path = Path(channels.status_file)
-    status_s = 0.0
+    status_s = trimmed_s = 0.0
     while True:
         now_s = time.monotonic()
         if service.oldest_in_flight_s(now_s) < BATCH_HANG_S:
@@ -251,6 +253,9 @@ def _serve(spec: WorkerSpec) -> None:
                 metrics.update(service.store.stats())
             split.follow(sm_partition_path)
             _write_status(status_path, service, split, spec.epoch, now_s)
+        if now_s - trimmed_s > HEAP_TRIM_S:
+            trimmed_s = now_s
+            trim_heap()
 
 
 def _write_status(path: Path, service: EncoderService, split: EncoderSplit, epoch: int, now_s: float) -> None:
