@@ -63,7 +63,7 @@ def write_model(out: Path) -> None:
     (out / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
 
 
-def run_all(runs: Path, out: Path, names: Sequence[str], repeats: int, note: str) -> None:
+def run_all(runs: Path, out: Path, names: Sequence[str], repeats: int, note: str, workload: str = WORKLOAD) -> None:
     """Start all arms at once, replay each repeat's trace through one after the other, and write the report.
 
     Neighbours in time meet the same load of a shared machine, which arms minutes apart do not; servers that wait use
@@ -102,7 +102,7 @@ def run_all(runs: Path, out: Path, names: Sequence[str], repeats: int, note: str
                 warmup_rounds=1,
                 command="twsrft_serving.py all",
             )
-            session = Session(config, chosen, [Workload.parse(WORKLOAD)])
+            session = Session(config, chosen, [Workload.parse(workload)])
             print(session_table(session.run_on(groups, environment)), flush=True)
     report(runs, out, note)
 
@@ -245,6 +245,7 @@ def report(runs: Path, out: Path, note: str = "") -> None:
     }
     body = json.dumps({key: value for key, value in data.items() if key != "rows"}, indent=1)[:-2]
     lines = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in rows)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(f'{body},\n "rows": [\n{lines}\n ]\n}}\n')
     out.with_suffix(".md").write_text("\n".join(table(found)))
     plot(found, out.with_suffix(".png"))
@@ -267,10 +268,11 @@ def main() -> int:
         if name == "all":
             command.add_argument("--arms", nargs="+", default=ARMS)
             command.add_argument("--repeats", type=int, default=3)
+            command.add_argument("--workload", default=WORKLOAD)
     options = parser.parse_args()
     try:
         if options.command == "all":
-            run_all(options.runs, options.out, options.arms, options.repeats, options.note)
+            run_all(options.runs, options.out, options.arms, options.repeats, options.note, options.workload)
         elif options.command == "model":
             write_model(options.out)
         else:
