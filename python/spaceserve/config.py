@@ -109,10 +109,12 @@ class SpaceServeConfig:
         20.0, "An encoder worker that has been silent for this long is killed and started again.", type=float
     )
     encoder_max_image_mb: float = _setting(
-        64.0, "Largest encoded image (file bytes) accepted, in MB; larger ones get HTTP 400.", type=float
+        64.0, "Largest image or video file accepted, in MB; larger ones get HTTP 400.", type=float
     )
     encoder_max_image_pixels: int = _setting(
-        178_956_970, "Most pixels (width x height) of an image accepted; larger ones get HTTP 400.", type=int
+        178_956_970,
+        "Most pixels (width x height) of an image or of a video's frame accepted; more get HTTP 400.",
+        type=int,
     )
     sm_partition: str = _setting(
         "auto",
