@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +70,22 @@ class VideoWorld(World):
 def test_messages_carry_videos() -> None:
     ask = Ask("r", 0, [video("v", 3), source("a")], "there")
     assert decode_to_worker(encode(ask)) == ask
+
+
+def test_frames_that_are_large_before_they_are_resized_make_short_pieces() -> None:
+    small = video("v", 8)
+    assert [end - first for first, end in slices_of(small, capacity=8 * SLICE_PATCHES)] == [8]
+    # Two frames of 16 million pixels are 32 million: two slices are what a piece may decode.
+    large = msgspec.structs.replace(small, height=4096, width=4096)
+    assert [end - first for first, end in slices_of(large, capacity=8 * SLICE_PATCHES)] == [2, 2, 2, 2]
+    huge = msgspec.structs.replace(small, height=8192, width=8192)
+    assert [end - first for first, end in slices_of(huge, capacity=8 * SLICE_PATCHES)] == [1] * 8
+
+
+def slices_of(source: ImageSource, capacity: int) -> list[tuple[int, int]]:
+    pieces = Pieces(capacity)
+    pieces.left(source)
+    return list(pieces._encodes[source.key].slices.values())
 
 
 def test_a_piece_is_a_video_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import sys
 import threading
@@ -413,6 +414,13 @@ def test_the_partition_is_changed_over_http(
         answer = client.post(status.SM_PARTITION_ROUTE, json={"mode": "sis:8"})
         assert answer.status_code == 200
         assert answer.json()["decode_weight"] == 8
+        # At once: each caller is told of its own mode.
+        modes = [f"static:{n}" for n in (32, 64, 96, 112)] + ["sis:2", "static:1000"]
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            answers = list(
+                pool.map(lambda mode: client.post(status.SM_PARTITION_ROUTE, json={"mode": mode}).status_code, modes)
+            )
+        assert answers == [200] * 5 + [400]
     finally:
         worker.ended.set()
         worker.join()

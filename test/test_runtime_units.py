@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -234,6 +235,9 @@ def test_what_is_no_image_is_refused(data: bytes, reason: str) -> None:
         ("data:image/png;base64," + "A" * 4000, "larger than"),
         ("@@@", "neither a URL nor valid base64"),
         ("/nonexistent.png", "cannot be read"),
+        ("/nonexistent.avi", "no such file"),
+        ("file:///dev/zero", "not a regular file"),
+        ("file:///dev", "cannot be read"),
         ("http://127.0.0.1:9/x.png", "cannot be fetched"),
         (17, "cannot be given as int"),
     ],
@@ -241,6 +245,20 @@ def test_what_is_no_image_is_refused(data: bytes, reason: str) -> None:
 def test_images_that_cannot_be_had_are_refused(given_image: Any, reason: str) -> None:
     with pytest.raises(BadImageInput, match=reason):
         fetch_bytes(given_image, max_bytes=1000)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_that_nobody_writes_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(BadImageInput, match="not a regular file"):
+        fetch_bytes(f"file://{tmp_path}/pipe.png", max_bytes=1000)
+    read_end, write_end = os.pipe()
+    try:
+        with pytest.raises(BadImageInput, match="not a regular file"):
+            fetch_bytes(f"file:///proc/self/fd/{read_end}", max_bytes=1000)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 @pytest.mark.parametrize("form", ["bytes", "pil", "file url", "path", "data url", "base64", "object"])
@@ -296,6 +314,8 @@ def test_token_ids_must_lie_in_the_vocabulary() -> None:
         ({"encoder_schedule_policy": "lifo"}, "--encoder-schedule-policy"),
         ({"encoder_feature_cache_gb": 0.0}, "--encoder-feature-cache-gb"),
         ({"tpot_target_ms": -1.0}, "--tpot-target-ms"),
+        ({"encoder_window_ms": float("inf")}, "--encoder-window-ms"),
+        ({"encoder_feature_host_gb": float("nan")}, "--encoder-feature-host-gb"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], named: str) -> None:

@@ -146,7 +146,10 @@ reaper = Reaper("spaceserve-reaper-test-", {str(tmp_path / "run")!r})
 reaper.remove_too({str(tmp_path / "extra")!r})
 reaper.end_mps({str(tmp_path / "pipe")!r})
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-print(child.pid, flush=True)
+# Nobody's child by the time the reaper looks: known by its environment alone.
+orphan = "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)'])"
+script = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {{orphan!r}}], stdout=2).pid)"
+print(child.pid, subprocess.check_output([sys.executable, "-c", script], text=True).strip(), flush=True)
 time.sleep(600)
 """
     (tmp_path / "run").mkdir()
@@ -160,17 +163,19 @@ time.sleep(600)
     environ = {**os.environ, "PATH": f"{control.parent}:{os.environ['PATH']}"}
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ)
     assert launcher.stdout is not None
-    child = int(launcher.stdout.readline())
+    children = [int(pid) for pid in launcher.stdout.readline().split()]
+    assert len(children) == 2
+    assert all(map(psutil.pid_exists, children))
     time.sleep(1.5)
     assert segment.exists()
     assert (tmp_path / "run").exists()
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     deadline_s = time.monotonic() + 20
-    while time.monotonic() < deadline_s and (segment.exists() or psutil.pid_exists(child)):
+    while time.monotonic() < deadline_s and (segment.exists() or any(map(psutil.pid_exists, children))):
         time.sleep(0.1)
     assert not segment.exists()
-    assert not psutil.pid_exists(child)
+    assert not any(map(psutil.pid_exists, children))
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "extra").exists()
     assert (tmp_path / "mps").read_text() == f"{tmp_path / 'pipe'} quit\n"

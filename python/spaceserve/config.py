@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +114,7 @@ class SpaceServeConfig:
     )
     encoder_max_image_pixels: int = _setting(
         178_956_970,
-        "Most pixels (width x height) of an image or of a video's frame accepted; more get HTTP 400.",
+        "Most pixels (width x height) of an image, or of two frames of a video, accepted; more get HTTP 400.",
         type=int,
     )
     sm_partition: str = _setting(
@@ -163,8 +164,8 @@ class SpaceServeConfig:
         )
         for name in positive:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be greater than 0, got {value}")
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"--{name.replace('_', '-')} must be greater than 0 and finite, got {value}")
         if self.sm_reconsider_layers < 0:
             raise ValueError(f"--sm-reconsider-layers must not be negative, got {self.sm_reconsider_layers}")
         SmPartition.parse(self.sm_partition)

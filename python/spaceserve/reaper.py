@@ -18,6 +18,7 @@ from pathlib import Path
 SHM_DIR = Path("/dev/shm")
 GRACE_S = 2.0
 MPS_MARK = "mps:"
+OWNER_VARIABLE = "SPACESERVE_OWNER"
 MPS_TIMEOUT_S = 15.0
 POLL_S = 1.0
 POLLS_BETWEEN_MAPS = 5
@@ -33,6 +34,8 @@ class Reaper:
     """
 
     def __init__(self, shm_prefix: str, run_dir: str) -> None:
+        # What the launcher starts from now on inherits it, and is known by it whoever its parent is at the end.
+        os.environ[OWNER_VARIABLE] = shm_prefix
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), shm_prefix, run_dir],
             stdin=subprocess.PIPE,
@@ -61,6 +64,7 @@ class Reaper:
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.read()
+        os.environ.pop(OWNER_VARIABLE, None)
         self._process.stdout.close()
 
 
@@ -121,6 +125,23 @@ def _watch(launcher_pid: int) -> tuple[dict[int, str], set[str]]:
             written += chunk
 
 
+def _marked(owner: str) -> dict[int, str]:
+    """Start times of processes that were started with the server's mark, by pid, this one left out.
+
+    They make up for what was started just before the launcher's end. Processes that have taken a title have
+    overwritten their environment, but those were below the launcher long enough to be seen there.
+    """
+    mark = f"{OWNER_VARIABLE}={owner}".encode()
+    found = {}
+    for pid, (_, started) in _parents_and_start_times().items():
+        try:
+            if pid != os.getpid() and mark in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                found[pid] = started
+        except OSError:  # another user's, or ended
+            continue
+    return found
+
+
 def _left_of(seen: dict[int, str]) -> list[int]:
     processes = _parents_and_start_times()
     return [pid for pid, started in seen.items() if pid in processes and processes[pid][1] == started]
@@ -159,6 +180,7 @@ def main(launcher_pid: int, shm_prefix: str, run_dir: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(ignored, signal.SIG_IGN)
     seen, paths = _watch(launcher_pid)
+    seen.update(_marked(shm_prefix))
     deadline_s = time.monotonic() + GRACE_S
     while (left := _left_of(seen)) and time.monotonic() < deadline_s:
         time.sleep(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ STATUS_ROUTE = "/spaceserve/status"
 SM_PARTITION_ROUTE = "/spaceserve/sm-partition"
 # The worker looks at the file, and writes its state, twice a second.
 TAKEN_OVER_TIMEOUT_S = 5.0
+_SM_PARTITION_LOCK = threading.Lock()
 
 
 class SmPartitionRefused(Exception):
@@ -52,6 +54,11 @@ def set_sm_partition(channels: Channels, mode: str) -> dict[str, Any]:
         SmPartition.parse(mode)
     except ValueError as error:
         raise SmPartitionRefused(400, str(error)) from error
+    with _SM_PARTITION_LOCK:  # one at a time: each waits for its own mode to be taken over
+        return _hand_over(channels, mode)
+
+
+def _hand_over(channels: Channels, mode: str) -> dict[str, Any]:
     path = Path(channels.sm_partition_file)
     before = path.read_text() if path.exists() else None
     _write(path, mode)

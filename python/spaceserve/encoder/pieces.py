@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from spaceserve.encoder.runner import ItemFailure
 
 
+# Pixels of a piece's frames as they come from the file; some twelve bytes each while they are resized.
+MAX_PIECE_PIXELS = 1 << 26
+
+
 def piece_of(source: ImageSource, first: int, end: int) -> ImageSource:
     """Temporal slices [first, end) of a video, as a video of its own with a key of its own."""
     slices, rows, columns = source.grid_thw
@@ -92,7 +96,7 @@ class Pieces:
         if encode is None:
             cuts = [(0, source.grid_thw[0])]
             if source.video is not None:
-                cuts = split_video(source.grid_thw, self._capacity_patches)
+                cuts = split_video(source.grid_thw, self._patches_of_a_piece(source))
             slices: dict[bytes, tuple[int, int]] = {}
             left: dict[bytes, EncodeItem] = {}
             for first, end in cuts:
@@ -102,6 +106,13 @@ class Pieces:
                 self._whole[piece.key] = source.key
             encode = self._encodes[source.key] = _Encode(slices, left)
         return encode
+
+    def _patches_of_a_piece(self, source: ImageSource) -> int:
+        """The capacity, or less where frames are so large before they are resized that decoding them fills memory."""
+        assert source.video is not None
+        slices, rows, columns = source.grid_thw
+        pixels_of_a_slice = -(-len(source.video.indices) // slices) * source.height * source.width
+        return min(self._capacity_patches, max(1, MAX_PIECE_PIXELS // pixels_of_a_slice) * rows * columns)
 
     def left(self, source: ImageSource) -> list[EncodeItem]:
         """Pieces of an image or video that are not encoded yet, those in flight included."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import time
 import warnings
 from dataclasses import dataclass
@@ -71,9 +73,18 @@ def _download(url: str, max_bytes: int, what: str) -> bytes:
         raise BadImageInput(f"the {what} at {_shorten(url)} cannot be fetched: {error}") from error
 
 
+def _open_regular(path: str, flags: int) -> int:
+    # Opening or reading a pipe or a terminal would wait, and hold its thread, until somebody writes.
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return descriptor
+
+
 def _read_file(path: str, max_bytes: int, what: str) -> bytes:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_regular) as file:
             return file.read(max_bytes + 1)
     except (OSError, ValueError) as error:  # ValueError: a path that none can be, as with a null byte
         reason = getattr(error, "strerror", None) or error
@@ -119,6 +130,8 @@ def fetch_bytes(image: Any, max_bytes: int, what: str = "image") -> bytes:
         encoded = image.partition(",")[2] if image.startswith("data:") else image
         if len(encoded) > max_bytes // 3 * 4 + 4:
             raise BadImageInput(f"the {what} is larger than {max_bytes / 1e6:g} MB")
+        if encoded.startswith("/") and not encoded.startswith("/9j/"):  # so begin JPEG files in base64
+            raise BadImageInput(f"the {what} {_shorten(encoded)} cannot be read: no such file, or not by this name")
         try:
             data = pybase64.b64decode(encoded, validate=True)
         except ValueError as error:

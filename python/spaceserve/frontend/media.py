@@ -60,9 +60,10 @@ class MediaAdmission:
         segment = self._write(data)
         try:
             header = read_video_header(str(path_of(segment)))
-            if header.height * header.width > self._config.encoder_max_image_pixels:
+            # The encoder takes frames by two, so two are decoded at once at least.
+            if 2 * header.height * header.width > self._config.encoder_max_image_pixels:
                 raise BadImageInput(
-                    f"the video has frames of {header.width}x{header.height} pixels, more than the "
+                    f"the video has frames of {header.width}x{header.height} pixels, two of them more than the "
                     f"{self._config.encoder_max_image_pixels} accepted"
                 )
             try:
