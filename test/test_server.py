@@ -114,10 +114,9 @@ def test_frontend_language_program(server: Server, tmp_path: Any) -> None:
     assert state["answer"].strip()
 
 
-def test_images_by_url_and_by_path(server: Server, tmp_path: Any) -> None:
-    data = encoded(picture(8))
-    path = tmp_path / "picture.png"
-    path.write_bytes(data)
+@contextlib.contextmanager
+def over_http(data: bytes, name: str) -> Iterator[str]:
+    """URL of a file with these bytes."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -131,10 +130,18 @@ def test_images_by_url_and_by_path(server: Server, tmp_path: Any) -> None:
     http = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     try:
-        urls = [data_url(data), f"file://{path}", f"http://127.0.0.1:{http.server_port}/picture.png"]
-        answers = {server.answer([user("Describe the picture.", url)]) for url in urls}
+        yield f"http://127.0.0.1:{http.server_port}/{name}"
     finally:
         http.shutdown()
+
+
+def test_images_by_url_and_by_path(server: Server, tmp_path: Any) -> None:
+    data = encoded(picture(8))
+    path = tmp_path / "picture.png"
+    path.write_bytes(data)
+    with over_http(data, path.name) as url_of_it:
+        urls = [data_url(data), f"file://{path}", url_of_it]
+        answers = {server.answer([user("Describe the picture.", url)]) for url in urls}
     assert len(answers) == 1
 
 
@@ -146,25 +153,10 @@ def test_videos_by_url_and_by_path_are_encoded_once(server: Server, tmp_path: An
     data = clip(30, num_frames=12)
     path = tmp_path / "video.avi"
     path.write_bytes(data)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    http = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
     before = num_encoded(server)
-    try:
-        urls = [data_url(data, "mp4", kind="video"), f"file://{path}", str(path)]
-        urls.append(f"http://127.0.0.1:{http.server_port}/video.avi")
+    with over_http(data, path.name) as url_of_it:
+        urls = [data_url(data, "mp4", kind="video"), f"file://{path}", str(path), url_of_it]
         answers = {server.answer([user_with_videos("What happens?", [url])]) for url in urls}
-    finally:
-        http.shutdown()
     assert len(answers) == 1
     assert num_encoded(server) == before + 1
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from spaceserve.config import SmPartition
-from spaceserve.partition import Partitioner, UnitGroup, make_partitioner
+from spaceserve.partition import Partitioner, UnitGroup, serving_partitioner
 from spaceserve.sis.busy_share import BusyShare
 from spaceserve.sis.policy import GpuState, Objective, SpaceInferenceScheduler, Split
 from spaceserve.sis.state_board import StateBoardReader, StateBoardTornError
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# cuBLAS failed in a remainder of 12 SMs of an H200 and worked in one of 20.
-MIN_GPU_UNITS = 16
 # Of `sis` without a weight: the delay of an answer that streams counts as much as that of a request that waits.
 DEFAULT_DECODE_WEIGHT = 1.0
 OBJECTIVES: dict[str, Objective] = {"delay": "least_delay", "time": "least_time"}
@@ -362,9 +361,6 @@ def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, 
         ValueError: `static:N` with an N that the device cannot grant.
     """
 
-    def new_partitioner() -> Partitioner:
-        return make_partitioner(device=str(device), min_units=MIN_GPU_UNITS if device.type == "cuda" else None)
-
     def new_sis(partitioner: Partitioner) -> SpaceInferenceScheduler:
         return SpaceInferenceScheduler(
             _curves(device, partitioner, model_path),
@@ -376,7 +372,7 @@ def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, 
     return EncoderSplit(
         device,
         config.sm_partition,
-        partitioner_factory=new_partitioner,
+        partitioner_factory=partial(serving_partitioner, str(device)),
         sis_factory=new_sis,
         board_name=board_name,
         reconsider_layers=config.sm_reconsider_layers,

@@ -6,7 +6,7 @@ with partitioner.group(62).activate() as group:   # granted 68 of 132 SMs
 """
 
 from .base import Partitioner, PartitionUnavailable, UnitGroup
-from .factory import BACKENDS, make_partitioner
+from .factory import BACKENDS, make_partitioner, serving_partitioner
 from .mps import MpsDaemon
 from .simulated import SimulatedPartitioner
 
@@ -18,4 +18,5 @@ __all__ = [
     "SimulatedPartitioner",
     "UnitGroup",
     "make_partitioner",
+    "serving_partitioner",
 ]

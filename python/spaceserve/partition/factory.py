@@ -28,6 +28,9 @@ BACKENDS = (
     "simulated",
 )
 
+# cuBLAS failed in a remainder of 12 SMs of an H200 and worked in one of 20.
+MIN_SERVING_SMS = 16
+
 Side = Literal["groups", "complements", "both", "nothing"]
 
 
@@ -74,6 +77,12 @@ def make_partitioner(
         raise
     logger.info("Partition of %s: %s (%s)", device, partitioner.describe(), reason)
     return partitioner
+
+
+def serving_partitioner(device: str, *, prepare: Side = "groups") -> Partitioner:
+    """The ladder of a server's device. Its processes all take this one: only equal splits have the same SMs."""
+    min_units = MIN_SERVING_SMS if torch.device(device).type == "cuda" else None
+    return make_partitioner(device=device, min_units=min_units, prepare=prepare)
 
 
 def _choose(device: str, total_units: int | None, min_units: int | None, step: int | None) -> tuple[Partitioner, str]:

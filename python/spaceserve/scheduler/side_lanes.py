@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spaceserve.config import SmPartition, SpaceServeConfig
-from spaceserve.partition import Partitioner, make_partitioner
+from spaceserve.partition import Partitioner, serving_partitioner
 from spaceserve.scheduler.side_prefill import Lane
 from spaceserve.sis import curves_for
 from spaceserve.sis.prefill_share import PrefillShare
@@ -18,8 +19,6 @@ from spaceserve.sis.shapes import shape_from_model_path
 
 logger = logging.getLogger(__name__)
 
-# cuBLAS failed in a remainder of 12 SMs of an H200 and worked in one of 20.
-MIN_GPU_UNITS = 16
 # PyTorch's allocator keeps a prefill's memory for the next one on the same stream, so each lane may hold a gigabyte.
 MAX_LANES = 3
 
@@ -128,6 +127,6 @@ def lanes_for(config: SpaceServeConfig, mode_path: Path, scheduler: Any) -> Pref
         num_sms,
         config.sm_partition,
         mode_path,
-        lambda: make_partitioner(device=str(device), min_units=MIN_GPU_UNITS, prepare="nothing"),
+        partial(serving_partitioner, str(device), prepare="nothing"),
         share_of,
     )

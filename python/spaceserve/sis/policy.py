@@ -37,6 +37,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from .curves import DeviceCurves
+from .delay import summed_delay_ms
 
 Objective = Literal["least_delay", "least_time", "tpot"]
 MaskMode = Literal["encoder", "both"]
@@ -271,10 +272,15 @@ class SpaceInferenceScheduler:
     def _cost(self, option: _Option, state: GpuState) -> float:
         if self.objective == "least_delay":
             whole = self.curves.at(self.curves.total_units)
-            alone_ms = whole.decode_step_ms(state.decode_batch, state.mean_context_tokens)
-            lost = max(0.0, 1.0 - alone_ms / option.decode_ms) if option.decode_ms else 0.0
-            delayed = state.num_waiting / (1 - state.encoder_load)
-            return option.encoder_ms * (delayed + self.decode_weight * state.decode_batch * lost)
+            return summed_delay_ms(
+                option.encoder_ms,
+                num_waiting=state.num_waiting,
+                load=state.encoder_load,
+                decode_batch=state.decode_batch,
+                alone_ms=whole.decode_step_ms(state.decode_batch, state.mean_context_tokens),
+                beside_ms=option.decode_ms,
+                decode_weight=self.decode_weight,
+            )
         # The rest of a batch delays as many fewer steps as it is shorter: while nothing changes, neither does the best.
         return self.cost_ms(option.encoder_ms, option.left * option.decode_ms, option.left * option.prefill_ms)
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spaceserve.sis.curves import DeviceCurves
+from spaceserve.sis.delay import summed_delay_ms
 
 
 class PrefillShare:
@@ -72,13 +73,20 @@ class PrefillShare:
         def delay(units: int) -> float:
             if self._beside is None:
                 prefill_ms = self._curves.at(units).prefill_chunk_ms(prefill_tokens, prefix_tokens)
-                rest_ms = self._curves.at(self._total - units).decode_step_ms(decode_batch, mean_context_tokens)
-                slowdown = rest_ms / alone_ms if alone_ms else 1.0
+                beside_ms = self._curves.at(self._total - units).decode_step_ms(decode_batch, mean_context_tokens)
             else:
                 factor, slowdown = self._at(units)
                 prefill_ms = factor * self._curves.at(self._total).prefill_chunk_ms(prefill_tokens, prefix_tokens)
-            lost = max(0.0, 1.0 - 1.0 / slowdown)
-            return prefill_ms * (num_waiting / (1 - prefill_load) + self.decode_weight * decode_batch * lost)
+                beside_ms = slowdown * alone_ms
+            return summed_delay_ms(
+                prefill_ms,
+                num_waiting=num_waiting,
+                load=prefill_load,
+                decode_batch=decode_batch,
+                alone_ms=alone_ms,
+                beside_ms=beside_ms,
+                decode_weight=self.decode_weight,
+            )
 
         return min(self.rungs, key=delay)
 
