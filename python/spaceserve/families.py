@@ -29,6 +29,7 @@ class Family:
         head_class: its output head, likewise.
         processor: SGLang's multimodal processor of the architecture.
         vision_weights: substring of the names of all encoder weights, and of no other, in a checkpoint.
+        quick_gelu_block: the encoder's layer, where it is layer norm, attention, layer norm and a QuickGELU MLP.
         has_seconds_per_grid: a video's positions depend on the seconds between its temporal slices.
     """
 
@@ -40,6 +41,7 @@ class Family:
     head_class: str = "ParallelLMHead"
     processor: str = QWEN_VL_PROCESSOR
     vision_weights: str = "visual."
+    quick_gelu_block: str | None = None
     has_seconds_per_grid: bool = False
 
     def target(self, name: str) -> str:
@@ -56,6 +58,7 @@ FAMILIES = {
             model_class="Qwen2VLForConditionalGeneration",
             vision_class="Qwen2VisionTransformer",
             language_class="Qwen2Model",
+            quick_gelu_block="Qwen2VisionBlock",
         ),
         Family(
             architecture="Qwen2_5_VLForConditionalGeneration",

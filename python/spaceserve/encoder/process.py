@@ -115,6 +115,7 @@ def _serve(spec: WorkerSpec) -> None:
     from sglang.srt.managers.tokenizer_manager import _get_processor_wrapper
 
     from spaceserve.encoder.capacity import batch_capacity
+    from spaceserve.encoder.fused import fused_hooks
     from spaceserve.encoder.heartbeat import Heartbeat
     from spaceserve.encoder.host_tier import HostTier
     from spaceserve.encoder.model import VisionEncoder, encoder_only_hooks
@@ -132,6 +133,8 @@ def _serve(spec: WorkerSpec) -> None:
 
     channels, config = spec.channels, spec.config
     install(encoder_only_hooks(spec.family))
+    if spec.server_args.device == "cuda":
+        install(fused_hooks(spec.family))
     heartbeat = Heartbeat(channels.heartbeat)
     heartbeat.beat_while_starting()
     num_cores = len(os.sched_getaffinity(0))

@@ -1,0 +1,193 @@
+"""The encoder's forward with less memory traffic and no waits of the host, on CUDA: hooks into SGLang's vision layers.
+
+Attention and products are SGLang's; what changes is what stands between them:
+
+- QuickGELU is three kernels over the widest activations in SGLang. Here it is one.
+- The queries and keys that rotary embedding makes are contiguous whatever comes in: the copies of q, k and v before it
+  go, and attention reads v where the projection wrote it.
+- The residual and the layer norm that follows it are one kernel.
+- The longest sequence, and the rotary angles of a grid, are known on the host. SGLang asks the device for the first
+  and copies the second for each batch, so that the host could not launch a batch while the one before computes.
+
+The kernels come from torch.compile, which computes in float32 between loads and stores; SGLang rounds to bfloat16
+after each step. Results differ by such roundings and no more (test_encoder_fused.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from spaceserve.families import Family
+from spaceserve.hooks import Hook
+
+# Attention that takes v with any stride between tokens.
+STRIDED_BACKENDS = ("fa3", "fa4")
+MAX_CACHED_ANGLES = 32
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(1.702 x), the activation of CLIP and of Qwen2-VL's encoder."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def rotate_queries_and_keys(
+    qkv: torch.Tensor, num_heads: int, num_kv_heads: int, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embedding (half-split) of the queries and keys in a fused projection.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 * num_kv_heads) * head_dim]`.
+        cos, sin: `[tokens, head_dim]`.
+
+    Returns:
+        Contiguous queries `[tokens, num_heads, head_dim]` and keys `[tokens, num_kv_heads, head_dim]` in qkv's dtype.
+    """
+    tokens, head_dim = qkv.shape[0], cos.shape[-1]
+    heads = qkv[:, : (num_heads + num_kv_heads) * head_dim].view(tokens, num_heads + num_kv_heads, head_dim).float()
+    first, second = heads.chunk(2, dim=-1)
+    turned = heads * cos.float().unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.float().unsqueeze(1)
+    turned = turned.to(qkv.dtype)
+    return turned[:, :num_heads].contiguous(), turned[:, num_heads:].contiguous()
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of two tensors, and its layer norm over the last dimension."""
+    total = x + residual
+    return total, nn.functional.layer_norm(total, weight.shape, weight, bias, eps)
+
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Kernels for any number of rows, the other sizes fixed: with all sizes unknown, index arithmetic costs more."""
+    compiled = torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.dim() > 1:
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
+        return compiled(*args)
+
+    return call
+
+
+def fused_hooks(family: Family, compile_with: Compile = _compiled) -> list[Hook]:
+    """Hooks for the encoder worker's process on CUDA; installed before the model is made.
+
+    Args:
+        compile_with: makes kernels of the functions above; the identity in tests.
+    """
+    gelu, rotate, add_norm = (compile_with(f) for f in (quick_gelu, rotate_queries_and_keys, add_layer_norm))
+
+    def fused_gelu(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return gelu(x)
+
+    def attention(original: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        angles = kwargs.get("position_embeddings")
+        plain = (
+            not args
+            and self.use_qkv_parallel
+            and self.qkv_backend_name in STRIDED_BACKENDS
+            and angles is not None
+            and angles[0].shape[-1] == self.head_size
+            and self.customized_position_embedding_applier is None
+            and not (self.qk_normalization or self.qk_normalization_by_head_size)
+            and self.sinks is None
+        )
+        if not plain:
+            return original(self, x, *args, **kwargs)
+        batch, length = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
+        qkv, _ = self.qkv_proj(x.reshape(batch * length, -1))
+        heads, kv_heads = self.num_attention_heads_per_partition, self.num_attention_kv_heads_per_partition
+        queries, keys = rotate(qkv, heads, kv_heads, *angles)
+        output = self.qkv_backend.forward(
+            q=queries,
+            k=keys,
+            v=qkv[:, self.q_size + self.kv_size :].unflatten(-1, (kv_heads, self.head_size)),
+            bsz=batch,
+            seq_len=length,
+            cu_seqlens=kwargs.get("cu_seqlens"),
+            forward_metadata=kwargs.get("forward_metadata"),
+            softmax_scale=self.softmax_scale,
+        )
+        output, _ = self.proj(output.reshape(batch, length, -1))
+        return output
+
+    def qwen2_block(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attended = self.attn(self.norm1(x).transpose(0, 1), *args, **kwargs).transpose(0, 1)
+        x, normed = add_norm(x, attended, self.norm2.weight, self.norm2.bias, self.norm2.eps)
+        return x + self.mlp(normed)
+
+    def metadata(original: Callable[..., Any], cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("max_seqlen") is None and cu_seqlens.device.type == "cpu":
+            kwargs["max_seqlen"] = int(cu_seqlens.diff().max())
+        return original(cu_seqlens, *args, **kwargs)
+
+    vision = "sglang.srt.layers.attention.vision"
+    hooks = [
+        Hook(
+            target=f"{vision}.VisionAttention.forward",
+            function=attention,
+            kind="around",
+            why="one kernel between projection and attention",
+            parameters=("x", "cu_seqlens", "position_embeddings", "forward_metadata"),
+        ),
+        Hook(
+            target=f"{family.module}.prepare_vision_attention_metadata",
+            function=metadata,
+            kind="around",
+            why="the longest sequence without asking the device",
+            parameters=("cu_seqlens", "device", "max_seqlen"),
+        ),
+        Hook(
+            target=f"{family.target(family.vision_class)}.rot_pos_emb",
+            function=_cached_by_grid(),
+            kind="around",
+            why="rotary angles of a grid without a copy from the host",
+            parameters=("grid_thw",),
+        ),
+    ]
+    if family.quick_gelu_block is not None:
+        hooks += [
+            Hook(
+                target="sglang.srt.layers.activation.QuickGELU.forward_cuda",
+                function=fused_gelu,
+                kind="replace",
+                why="one kernel",
+                parameters=("x",),
+            ),
+            Hook(
+                target=f"{family.target(family.quick_gelu_block)}.forward",
+                function=qwen2_block,
+                kind="replace",
+                why="residual and layer norm in one kernel",
+                parameters=("x", "cu_seqlens", "position_embeddings", "forward_metadata"),
+            ),
+        ]
+    return hooks
+
+
+def _cached_by_grid() -> Callable[..., Any]:
+    """Keeps what `rot_pos_emb` returned for the last grids. One thread; all its streams run in one order."""
+    kept: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+
+    def angles(original: Callable[..., Any], self: Any, grid_thw: torch.Tensor) -> Any:
+        key = tuple(grid_thw.flatten().tolist())
+        if key not in kept:
+            kept[key] = original(self, grid_thw)
+        kept.move_to_end(key)
+        while len(kept) > MAX_CACHED_ANGLES:
+            kept.popitem(last=False)
+        return kept[key]
+
+    return functools.wraps(angles)(angles)
