@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
 """What SM partitions do on a GPU: confinement, interference, cost of a switch, kernels inside a group.
 
-    PYTHONPATH=python python3 benchmark/gpu_partition.py --out results/
+    PYTHONPATH=python python3 benchmark/gpu_partition.py --out results/ [--budget-s 90]
 
 Each section runs in processes of its own and is reported as failed where it fails; the others still run. Writes
-gpu_partition.json to --out and prints a table last. About a minute on one H200, compilation included.
+gpu_partition.json to --out and prints a table last. Arms for which the budget is too short are named and left out.
 
     confine    one process: SMs seen by %smid for every rung and complement; cuBLAS and attention kernels run only on
                their group's SMs (they wait while it is full, and do not feel it when all others are)
     switch     cost of another group for the next layer; whether CUDA graphs keep the group of their capture
     kernels    time of GEMMs and attention over the number of SMs, with and without cuBLAS's SM target and FA3's margin
     interfere  two processes under a private MPS daemon: a bandwidth-bound kernel beside a saturating encoder, without
-               masks, with the encoder masked, with both masked; and what a prefill-like load does to the encoder
+               masks, with the encoder masked, with both masked, in splits of 68/64, 84/48 and 100/32 SMs; what a
+               prefill-like load does to the encoder; and the same without MPS. Times are given over those alone on
+               the whole device, and over those alone on the complement that the split leaves to the decoder
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_partition.json")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--arm-s", type=float, default=0.5, help="seconds measured per arm of the section interfere")
+    parser.add_argument("--arm-s", type=float, default=0.3, help="seconds measured per arm of the section interfere")
+    parser.add_argument("--budget-s", type=float, default=90.0, help="begin nothing new after this")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -47,7 +50,11 @@ def main() -> int:
     workers = {section: Worker(section) for section in arguments.sections if section != "interfere"}
     for section in arguments.sections:
         begin = time.monotonic()
-        result = guarded(interference, arguments.arm_s) if section == "interfere" else workers[section].run()
+        deadline = started + arguments.budget_s
+        if section == "interfere":
+            result = guarded(interference, arguments.arm_s, deadline)
+        else:
+            result = workers[section].run(deadline - time.monotonic())
         result["section_s"] = round(time.monotonic() - begin, 1)
         report[section] = result
         report["wall_s"] = round(time.monotonic() - started, 1)

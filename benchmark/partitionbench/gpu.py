@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 SEED = 0
-ENCODER_SMS = 64
+# The sections of one process look at this split, the interference of two processes at all of these: SMs of the group
+# (what the driver leaves) and of its complement (what the driver splits off), on 132 SMs.
+ENCODER_SMS = 68
+SPLITS = ((68, 64), (84, 48), (100, 32))
 # Qwen2-VL's encoder at 1024x1024 (5,329 patches) and 2048x2048 (21,316): width 1280, 16 heads of 80, MLP 5120.
 NUM_PATCHES = (5329, 21316)
 WIDTH, QKV_WIDTH, MLP_WIDTH, NUM_HEADS, HEAD_DIM = 1280, 3840, 5120, 16, 80

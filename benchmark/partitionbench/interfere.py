@@ -10,11 +10,21 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from partitionbench.gpu import ENCODER_SMS, MLP_WIDTH, NUM_PATCHES, QKV_WIDTH, WIDTH, Gpu, Json, failures, guarded
+from partitionbench.gpu import MLP_WIDTH, NUM_PATCHES, QKV_WIDTH, SPLITS, WIDTH, Gpu, Json, failures, guarded
+
+ALL = "all"
+TARGETS = ("decode_gemm", "stream_read", "prefill_gemm")
+# Saturating encoders: its layer, its products alone, its attention alone, and products that load memory more.
+LOADS = ("encoder_layer", "encoder_gemm", "encoder_attention", "large_gemm")
+# What the last part, without MPS, takes at most: two processes set up the GPU.
+TIME_SLICED_S = 20.0
 
 
-def interference(arm_s: float) -> Json:
-    """Orchestrates an encoder-like and a decoder-like process. This process makes no CUDA context."""
+def interference(arm_s: float, deadline: float) -> Json:
+    """Orchestrates an encoder-like and a decoder-like process. This process makes no CUDA context.
+
+    Nothing new is begun after `deadline`, a time of the monotonic clock; what is left out is named.
+    """
     from spaceserve.partition.mps import MpsDaemon
 
     with MpsDaemon() as daemon:
@@ -23,13 +33,18 @@ def interference(arm_s: float) -> Json:
         # The pair for the comparison without MPS imports torch meanwhile. A pipe directory without a daemon keeps it
         # from finding one in the default place.
         without_mps = [Peer({"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent-mps"}) for _ in range(2)]
-        result: Json = {"mps": guarded(measure_arms, daemon.client_environ, arm_s)}
+        result: Json = {"mps": guarded(measure_arms, daemon.client_environ, arm_s, deadline)}
         result["daemon_alive_after"] = daemon.is_alive()
         if failures(result):
             result["mps_log"] = daemon.log_tail()
         result["num_mps_servers"] = len(daemon.server_pids())
     result["daemon_ended"] = not daemon.is_alive()
-    result["time_sliced"] = guarded(measure_time_sliced, *without_mps, arm_s)
+    if time.monotonic() + TIME_SLICED_S < deadline:
+        result["time_sliced"] = guarded(measure_time_sliced, *without_mps, arm_s)
+    else:
+        result["time_sliced"] = {"left_out": "the budget was spent"}
+        for peer in without_mps:
+            peer.close()
     return result
 
 
@@ -85,11 +100,12 @@ def peer_main(pipe: Any) -> None:
     try:
         gpu = Gpu()
         loads = make_loads(gpu)
-        groups = {
-            "all": gpu.partitioner.group(gpu.total),
-            "group": gpu.partitioner.group(ENCODER_SMS),
-            "rest": gpu.partitioner.complement_of(ENCODER_SMS),
-        }
+        partitioner = gpu.partitioner
+        groups = {ALL: partitioner.group(gpu.total)}
+        for group_sms, rest_sms in SPLITS:
+            groups[group_of(group_sms)] = group = partitioner.group(group_sms)
+            groups[rest_of(rest_sms)] = rest = partitioner.complement(group)
+            assert (group.granted, rest.granted) == (group_sms, rest_sms), (group, rest)
         for work in loads.values():
             for group in groups.values():
                 gpu.time_ms(group, work, 1)
@@ -113,6 +129,16 @@ def peer_main(pipe: Any) -> None:
             pipe.send({"failed": f"{type(error).__name__}: {error}"})
 
 
+def group_of(num_sms: int) -> str:
+    """Name of an encoder's group."""
+    return f"group of {num_sms}"
+
+
+def rest_of(num_sms: int) -> str:
+    """Name of a decoder's complement."""
+    return f"complement of {num_sms}"
+
+
 def make_loads(gpu: Gpu) -> dict[str, Callable[[], Any]]:
     torch = gpu.torch
     # Decode's shape: 16 rows against 0.8 GB of weights.
@@ -125,12 +151,27 @@ def make_loads(gpu: Gpu) -> dict[str, Callable[[], Any]]:
         for layer in layers:
             layer()
 
+    patches = NUM_PATCHES[0]
+    attention = gpu.attention(patches)[1]
+    one_layer = [
+        gpu.gemm(patches, QKV_WIDTH, WIDTH),
+        attention,
+        gpu.gemm(patches, WIDTH, WIDTH),
+        gpu.gemm(patches, MLP_WIDTH, WIDTH),
+        gpu.gemm(patches, WIDTH, MLP_WIDTH),
+    ]
+
+    def encoder_layer() -> None:
+        for kernel in one_layer:
+            kernel()
+
     return {
         "decode_gemm": decode,
         "stream_read": lambda: gpu.probe.stream_read(torch.cuda.current_stream(), source, 1, sink),
+        "encoder_layer": encoder_layer,
         "encoder_gemm": encoder_gemm,
         "large_gemm": gpu.gemm(8192, 8192, 8192),
-        "encoder_attention": gpu.attention(NUM_PATCHES[0])[1],
+        "encoder_attention": attention,
         "prefill_gemm": gpu.gemm(2048, 18944, 3584),
     }
 
@@ -201,44 +242,57 @@ def ready(encoder: Peer, decoder: Peer) -> Json:
     return about
 
 
-def measure_arms(environ: dict[str, str], arm_s: float) -> Json:
-    """Plain MPS, encoder masked, both masked, decoder masked; then what a decoder does to the encoder."""
+def modes() -> list[tuple[str, str, str, int | None]]:
+    """(mode, where the encoder runs, where the decoder runs, SMs of the complement); the plain one first."""
+    found: list[tuple[str, str, str, int | None]] = [("plain MPS", ALL, ALL, None)]
+    for group_sms, rest_sms in SPLITS:
+        found.append((f"encoder masked {group_sms}", group_of(group_sms), ALL, rest_sms))
+        found.append((f"both masked {group_sms}/{rest_sms}", group_of(group_sms), rest_of(rest_sms), rest_sms))
+    rest_sms = SPLITS[0][1]
+    found.append((f"decoder masked {rest_sms}", ALL, rest_of(rest_sms), rest_sms))
+    return found
+
+
+def plans() -> list[tuple[str, str, tuple[str, str, str, int | None]]]:
+    """(encoder's load, decoder's kernel, mode) of every arm, what matters most first."""
+    arms = modes()
+    found = [(load, "decode_gemm", mode) for load in LOADS for mode in arms]
+    found += [("large_gemm", "stream_read", mode) for mode in arms]
+    return found + [(load, "prefill_gemm", mode) for load in ("encoder_layer", "encoder_attention") for mode in arms]
+
+
+def measure_arms(environ: dict[str, str], arm_s: float, deadline: float) -> Json:
+    """Every arm of `plans`, and before them each side alone: on the device and on its part of it."""
     encoder, decoder = Peer(environ), Peer(environ)
     try:
-        result: Json = {**ready(encoder, decoder), "rows": []}
-        alone = {name: decoder.call("timed", name, "all", arm_s) for name in ("decode_gemm", "stream_read")}
-        alone_rest = {name: decoder.call("timed", name, "rest", arm_s) for name in ("decode_gemm", "stream_read")}
-        result["decoder_alone"], result["decoder_alone_on_the_rest"] = alone, alone_rest
-        modes = {
-            "plain MPS": ("all", "all"),
-            "encoder masked": ("group", "all"),
-            "both masked": ("group", "rest"),
-            "decoder masked": ("all", "rest"),
+        result: Json = {**ready(encoder, decoder), "splits": [list(split) for split in SPLITS], "rows": []}
+        rests = [rest_of(rest_sms) for _, rest_sms in SPLITS]
+        alone = {
+            name: {where: decoder.call("timed", name, where, arm_s / 2) for where in (ALL, *rests)} for name in TARGETS
         }
-        plans = [("large_gemm", "decode_gemm", mode) for mode in modes]
-        plans += [("encoder_attention", "decode_gemm", mode) for mode in modes if mode != "decoder masked"]
-        plans += [("encoder_gemm", "decode_gemm", mode) for mode in modes if mode != "decoder masked"]
-        plans += [("large_gemm", "stream_read", mode) for mode in modes if mode != "decoder masked"]
-        plans += [(load, "prefill_gemm", mode) for load in ("encoder_gemm", "encoder_attention") for mode in modes]
-        encoder_alone: dict[tuple[str, str], float] = {}
-        prefill_alone = {where: decoder.call("timed", "prefill_gemm", where, arm_s / 2) for where in ("all", "rest")}
-        for load in ("large_gemm", "encoder_gemm", "encoder_attention"):
-            for where in ("all", "group"):
+        result["decoder_alone"] = alone
+        encoder_alone: dict[str, dict[str, float]] = {}
+        for load in LOADS:
+            encoder_alone[load] = {}
+            for where in (ALL, *(group_of(group_sms) for group_sms, _ in SPLITS)):
                 encoder.send("until_told", load, where)
                 assert encoder.receive() == "started"
                 time.sleep(arm_s / 2)
-                encoder_alone[load, where] = encoder.call("stop")["per_s"]
-        result["prefill_alone"] = prefill_alone
-        result["encoder_alone_per_s"] = {f"{load} {where}": rate for (load, where), rate in encoder_alone.items()}
-        for load, target, mode in plans:
-            where_encoder, where_decoder = modes[mode]
+                encoder_alone[load][where] = encoder.call("stop")["per_s"]
+        result["encoder_alone_per_s"] = encoder_alone
+        for load, target, (mode, where_encoder, where_decoder, rest_sms) in plans():
             row: Json = {"mode": mode, "encoder": load, "decoder": target}
+            if time.monotonic() > deadline:
+                result["rows"].append({**row, "left_out": "the budget was spent"})
+                continue
             arm = guarded(beside, encoder, decoder, (load, where_encoder), (target, where_decoder), arm_s)
             row |= arm
             if "failed" not in arm:
-                base = prefill_alone["all"] if target == "prefill_gemm" else alone[target]
-                row["decoder_times_alone"] = arm["timed"]["median_ms"] / base["median_ms"]
-                row["encoder_share_of_alone"] = arm["encoder_per_s"] / encoder_alone[load, where_encoder]
+                median_ms = arm["timed"]["median_ms"]
+                row["times_alone_on_all"] = median_ms / alone[target][ALL]["median_ms"]
+                if rest_sms is not None:
+                    row["times_alone_on_complement"] = median_ms / alone[target][rest_of(rest_sms)]["median_ms"]
+                row["encoder_share_of_alone"] = arm["encoder_per_s"] / encoder_alone[load][where_encoder]
             result["rows"].append(row)
         return result
     finally:
@@ -251,8 +305,8 @@ def measure_time_sliced(encoder: Peer, decoder: Peer, arm_s: float) -> Json:
     try:
         ready(encoder, decoder)
         return {
-            where: beside(encoder, decoder, ("large_gemm", where), ("decode_gemm", "all"), arm_s)
-            for where in ("all", "group")
+            where: beside(encoder, decoder, ("large_gemm", where), ("decode_gemm", ALL), arm_s)
+            for where in (ALL, group_of(SPLITS[0][0]))
         }
     finally:
         encoder.close()

@@ -24,6 +24,8 @@ def switch_cost(gpu: Gpu) -> Json:
     """A chain of dependent layers that changes group after each, against the same chain without changes."""
     torch = gpu.torch
     a, b = gpu.partitioner.group(ENCODER_SMS), gpu.partitioner.group(ENCODER_SMS + 8)
+    only_a, only_b = f"{a.granted} only", f"{b.granted} only"
+    in_turn = f"{a.granted} and {b.granted} in turn"
     x, w = gpu.bf16(NUM_PATCHES[0], WIDTH), gpu.bf16(WIDTH, WIDTH) / WIDTH**0.5
     buffers = [torch.empty_like(x) for _ in range(2)]
     num_layers = 200
@@ -47,7 +49,7 @@ def switch_cost(gpu: Gpu) -> Json:
         torch.cuda.set_stream(torch.cuda.default_stream())
         return start.elapsed_time(end), submit_ms
 
-    arms = {"64 only": [a], "72 only": [b], "64 and 72 in turn": [a, b]}
+    arms = {only_a: [a], only_b: [b], in_turn: [a, b]}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for groups in arms.values():
         chain(groups)
@@ -56,8 +58,8 @@ def switch_cost(gpu: Gpu) -> Json:
             times[name].append(chain(groups))
     device_ms = {name: statistics.median(t[0] for t in runs) for name, runs in times.items()}
     submit_ms = {name: statistics.median(t[1] for t in runs) for name, runs in times.items()}
-    expected_ms = (device_ms["64 only"] + device_ms["72 only"]) / 2
-    expected_submit_ms = (submit_ms["64 only"] + submit_ms["72 only"]) / 2
+    expected_ms = (device_ms[only_a] + device_ms[only_b]) / 2
+    expected_submit_ms = (submit_ms[only_a] + submit_ms[only_b]) / 2
 
     begin = time.perf_counter()
     for i in range(1000):
@@ -75,8 +77,8 @@ def switch_cost(gpu: Gpu) -> Json:
         "layer_us": 1e3 * expected_ms / num_layers,
         "device_ms": device_ms,
         "submit_ms": submit_ms,
-        "switch_device_us": 1e3 * (device_ms["64 and 72 in turn"] - expected_ms) / num_layers,
-        "switch_submit_us": 1e3 * (submit_ms["64 and 72 in turn"] - expected_submit_ms) / num_layers,
+        "switch_device_us": 1e3 * (device_ms[in_turn] - expected_ms) / num_layers,
+        "switch_submit_us": 1e3 * (submit_ms[in_turn] - expected_submit_ms) / num_layers,
         "make_current_host_us": make_current_us,
         "activate_and_leave_host_us": activate_us,
     }
@@ -87,6 +89,7 @@ def graph_confinement(gpu: Gpu) -> Json:
     torch = gpu.torch
     rows = []
     whole = gpu.partitioner.group(gpu.total)
+    small = gpu.partitioner.group(32)
     for captured in (gpu.partitioner.group(ENCODER_SMS), gpu.partitioner.complement_of(ENCODER_SMS), whole):
         size = captured.granted
         reference = gpu.probe.occupy(captured.stream, 50_000, gpu.probe.new_occupation(4 * size)).sms()
@@ -97,14 +100,18 @@ def graph_confinement(gpu: Gpu) -> Json:
         for name, stream in (
             ("its own stream", captured.stream),
             ("the default stream", torch.cuda.default_stream()),
-            ("a 32-SM group's stream", gpu.partitioner.group(32).stream),
+            (f"a {small.granted}-SM group's stream", small.stream),
             ("the whole device's stream", whole.stream),
         ):
             occupation.sm_ids.fill_(-1)
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 graph.replay()
-            seen = occupation.sms()
+            # Whether waiting for the device covers a graph on a green context's stream was a question once.
+            torch.cuda.synchronize()
+            unwritten = int((occupation.sm_ids.cpu() < 0).sum())
+            stream.synchronize()
+            seen = occupation.sms() - {-1}
             rows.append(
                 {
                     "captured_sms": size,
@@ -112,6 +119,8 @@ def graph_confinement(gpu: Gpu) -> Json:
                     "replayed_on": name,
                     "seen": len(seen),
                     "same_as_captured": seen == reference,
+                    "blocks_missing_after_device_wait": unwritten,
+                    "blocks_missing_after_stream_wait": int((occupation.sm_ids.cpu() < 0).sum()),
                 }
             )
     # A cuBLAS kernel, which picks its grid when captured: by time.
@@ -124,9 +133,9 @@ def graph_confinement(gpu: Gpu) -> Json:
     with torch.cuda.graph(graph, stream=group.stream):
         work()
     gemm_ms = {
-        "eager in 64": gpu.time_ms(group, work, 20),
-        "graph of 64, replayed in 64": gpu.time_ms(group, graph.replay, 20),
-        "graph of 64, replayed on all": gpu.time_ms(whole, graph.replay, 20),
+        f"eager in {group.granted}": gpu.time_ms(group, work, 20),
+        f"graph of {group.granted}, replayed in {group.granted}": gpu.time_ms(group, graph.replay, 20),
+        f"graph of {group.granted}, replayed on all": gpu.time_ms(whole, graph.replay, 20),
         "eager on all": gpu.time_ms(whole, work, 20),
     }
     kept = all(row["same_as_captured"] for row in rows)
@@ -138,7 +147,7 @@ def workspace_memory(gpu: Gpu) -> Json:
     torch = gpu.torch
     work = gpu.gemm(NUM_PATCHES[0], QKV_WIDTH, WIDTH)
     taken = []
-    for rung in (80, 88, 96, 104):
+    for rung in [rung for rung in gpu.partitioner.rungs if rung > ENCODER_SMS + 8][:4]:
         torch.cuda.synchronize()
         free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         with torch.cuda.stream(gpu.partitioner.group(rung).stream):

@@ -54,9 +54,11 @@ def switch_lines(result: Json) -> list[str]:
     if "failed" not in graphs:
         lines.append(f"graph nodes keep the group of their capture: {graphs['nodes_keep_the_group_of_capture']}")
         lines += [
-            f"  captured on {row['captured_sms']}, replayed on {row['replayed_on']}: {row['seen']} SMs seen"
+            f"  captured on {row['captured_sms']}, replayed on {row['replayed_on']}: {row['seen']} SMs seen, blocks "
+            f"missing after a wait for the device {row['blocks_missing_after_device_wait']}, for the stream "
+            f"{row['blocks_missing_after_stream_wait']}"
             for row in graphs["rows"]
-            if not row["same_as_captured"]
+            if not row["same_as_captured"] or row["blocks_missing_after_device_wait"]
         ]
         lines.append("  GEMM ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in graphs["gemm_ms"].items()))
     for row in result["memory"].get("rows", []):
@@ -87,19 +89,25 @@ def kernels_lines(result: Json) -> list[str]:
 def interfere_lines(result: Json) -> list[str]:
     mps = result.get("mps", {})
     lines = [f"daemon ended: {result.get('daemon_ended')}, MPS servers: {result.get('num_mps_servers')}"]
-    for name, alone in mps.get("decoder_alone", {}).items():
-        rest = mps["decoder_alone_on_the_rest"][name]["median_ms"]
-        lines.append(f"{name} alone: {alone['median_ms']:.3f} ms, alone on the rest {rest:.3f} ms")
-    for row in mps.get("rows", []):
-        if "decoder_times_alone" in row:
-            lines.append(
-                f"{row['decoder']:<13} beside {row['encoder']:<18} {row['mode']:<15} "
-                f"{row['timed']['median_ms']:.3f} ms = {row['decoder_times_alone']:5.2f} x alone, p99 "
-                f"{row['timed']['p99_ms']:.3f} ms; encoder at {row['encoder_share_of_alone']:.2f} of its rate alone"
-            )
+    for name, places in mps.get("decoder_alone", {}).items():
+        cells = ", ".join(f"{where} {timed['median_ms']:.3f}" for where, timed in places.items())
+        lines.append(f"{name} alone, ms: {cells}")
+    lines.append("decoder's time over alone on all SMs (over alone on the complement); encoder's rate over alone:")
+    rows = mps.get("rows", [])
+    for row in rows:
+        if "times_alone_on_all" not in row:
+            continue
+        on_complement = row.get("times_alone_on_complement")
+        cell = "       " if on_complement is None else f"({on_complement:5.2f})"
+        lines.append(
+            f"  {row['decoder']:<12} beside {row['encoder']:<17} {row['mode']:<19} {row['times_alone_on_all']:6.2f} "
+            f"{cell}  p99 {row['timed']['p99_ms']:.3f} ms, encoder {row['encoder_share_of_alone']:.2f}"
+        )
+    if left_out := sum("left_out" in row for row in rows):
+        lines.append(f"  {left_out} arms left out: the budget was spent")
     for where, arm in result.get("time_sliced", {}).items():
         if isinstance(arm, dict) and "timed" in arm:
-            lines.append(f"no MPS, encoder on {where}: decode_gemm {arm['timed']['median_ms']:.3f} ms")
+            lines.append(f"no MPS, encoder's large products on {where}: decode_gemm {arm['timed']['median_ms']:.3f} ms")
     return lines
 
 

@@ -27,8 +27,9 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def run(self) -> Json:
-        timeout_s = SECTION_TIMEOUT_S[self._section]
+    def run(self, left_s: float) -> Json:
+        """The section's result, within `left_s` seconds and the section's own limit."""
+        timeout_s = max(0.0, min(SECTION_TIMEOUT_S[self._section], left_s))
         try:
             self._pipe.send("go")
             if not self._pipe.poll(timeout_s):
