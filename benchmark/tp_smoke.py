@@ -18,9 +18,7 @@ Writes OUT_DIR/tp-smoke.json and the servers' logs, prints a table last. Exit st
 from __future__ import annotations
 
 import argparse
-import base64
 import concurrent.futures
-import io
 import json
 import os
 import shutil
@@ -28,15 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import requests
-from PIL import Image
 
 import dummy_model
+from answers import MAX_TOKENS, ask, compare, message, picture_url
 from servebench import arms, servers
 from servebench.environment import describe, scrub
 from servebench.results import write_atomic
@@ -44,8 +40,6 @@ from servebench.results import write_atomic
 REPO = Path(__file__).resolve().parent.parent
 NUM_REQUESTS = 20
 NUM_CONTROLS = 6
-MAX_TOKENS = 24
-TOP_LOGPROBS = 5
 SIZES = ((224, 224), (448, 336), (640, 480), (336, 672), (1024, 768), (280, 140), (896, 896))
 TEXTS = (
     "Describe the picture.",
@@ -53,7 +47,6 @@ TEXTS = (
     "Compare what you see with a chessboard.",
     "Write down the first thing that comes to mind about this.",
 )
-ANSWER_TIMEOUT_S = 60.0
 FLAGS = "--random-seed 1 --disable-custom-all-reduce --max-running-requests 16"
 GPU_FLAGS = "--max-total-tokens 100000 --cuda-graph-max-bs-decode 8"
 CPU_FLAGS = "--max-total-tokens 20000"
@@ -61,22 +54,6 @@ CPU_FLAGS = "--max-total-tokens 20000"
 CPU_ENVIRONMENT = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent", "OMP_NUM_THREADS": "1"}
 # NVLink multicast needs rights that containers often lack.
 GPU_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0"}
-
-Answer = list[dict[str, Any]]  # of each token: its text, its log-probability, those of the likeliest tokens
-
-
-def picture_url(seed: int, width: int, height: int) -> str:
-    """Data URL of a PNG of coloured cells; another seed is another picture."""
-    cells = np.random.default_rng(seed).integers(0, 256, (height // 28, width // 28, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(cells).resize((width, height), Image.Resampling.NEAREST).save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def message(text: str, *urls: str) -> list[dict[str, Any]]:
-    """One user's turn: pictures, then text."""
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
 def image_requests(first_seed: int, scale: float) -> list[list[dict[str, Any]]]:
@@ -95,33 +72,6 @@ def image_requests(first_seed: int, scale: float) -> list[list[dict[str, Any]]]:
     return found
 
 
-def ask(url: str, messages: Sequence[dict[str, Any]]) -> Answer:
-    """The greedy answer's tokens.
-
-    Raises RuntimeError where the server answers with an error.
-    """
-    body: dict[str, Any] = {
-        "model": "m",
-        "messages": list(messages),
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": True,
-        "top_logprobs": TOP_LOGPROBS,
-    }
-    response = requests.post(f"{url}/v1/chat/completions", json=body, timeout=ANSWER_TIMEOUT_S)
-    if response.status_code != 200:
-        raise RuntimeError(f"HTTP {response.status_code}: {response.text[:300]}")
-    return [
-        {
-            "token": token["token"],
-            "logprob": token["logprob"],
-            "top": [[other["token"], other["logprob"]] for other in token["top_logprobs"]],
-        }
-        for token in response.json()["choices"][0]["logprobs"]["content"]
-    ]
-
-
 def run_server(url: str, scale: float) -> dict[str, Any]:
     """Send everything to one server: `alone` one by one, `control`, and the canary's `again` and `at_once`."""
     begin = time.monotonic()
@@ -135,32 +85,6 @@ def run_server(url: str, scale: float) -> dict[str, Any]:
         at_once = list(pool.map(lambda messages: ask(url, messages), [same] * 4 + different))
     again = [ask(url, messages) for messages in [same, *different]]
     return {"alone": alone, "alone_s": round(alone_s, 2), "control": control, "at_once": at_once, "again": again}
-
-
-def compare(ours: Answer, stock: Answer, tie: float) -> dict[str, Any]:
-    """Where an answer leaves stock's, and by how much stock preferred its own token there.
-
-    Returns:
-        ``ok``; ``equal_tokens``, the length of the common beginning; ``gap``, stock's log-probability of its own token
-        less that of ours, where they part (None if they do not, or ours is not among stock's likeliest);
-        ``max_delta``, the largest difference of the log-probabilities in the common beginning.
-    """
-    if len(ours) != len(stock):
-        return {"ok": False, "equal_tokens": 0, "gap": None, "max_delta": None, "reason": "lengths differ"}
-    num_equal = next(
-        (i for i, (a, b) in enumerate(zip(ours, stock, strict=True)) if a["token"] != b["token"]), len(ours)
-    )
-    pairs = list(zip(ours, stock, strict=True))[:num_equal]
-    max_delta = max((abs(a["logprob"] - b["logprob"]) for a, b in pairs), default=None)
-    gap = None
-    ok = max_delta is None or max_delta <= tie
-    if num_equal < len(ours):
-        likeliest = dict(stock[num_equal]["top"])
-        token = ours[num_equal]["token"]
-        if token in likeliest:
-            gap = stock[num_equal]["logprob"] - likeliest[token]
-        ok = ok and gap is not None and gap <= tie
-    return {"ok": ok, "equal_tokens": num_equal, "gap": gap, "max_delta": max_delta}
 
 
 def judge(ours: dict[str, Any], stock: dict[str, Any], tie: float) -> dict[str, Any]:

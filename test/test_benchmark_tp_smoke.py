@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+import answers
 import random_checkpoint
 import tp_smoke
 from dummy_model import SHAPES, model_config
@@ -45,7 +46,7 @@ def test_weights_are_those_of_the_seed(tmp_path: Path) -> None:
     assert contents[0] == contents[1] != contents[2]
 
 
-def answer(*tokens: tuple[str, float], other: tuple[str, float] = ("z", -9.0)) -> tp_smoke.Answer:
+def answer(*tokens: tuple[str, float], other: tuple[str, float] = ("z", -9.0)) -> answers.Answer:
     return [{"token": text, "logprob": value, "top": [[text, value], list(other)]} for text, value in tokens]
 
 
@@ -63,8 +64,8 @@ STOCK = answer(("a", -1.0), ("b", -1.0), other=("z", -1.2))
         (answer(("a", -1.0)), False, 0),
     ],
 )
-def test_an_answer_may_leave_stocks_at_a_tie_alone(ours: tp_smoke.Answer, is_ok: bool, equal_tokens: int) -> None:
-    found = tp_smoke.compare(ours, STOCK, tie=0.3)
+def test_an_answer_may_leave_stocks_at_a_tie_alone(ours: answers.Answer, is_ok: bool, equal_tokens: int) -> None:
+    found = answers.compare(ours, STOCK, tie=0.3)
     assert found["ok"] is is_ok
     assert found["equal_tokens"] == equal_tokens
 

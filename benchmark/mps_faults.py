@@ -1,0 +1,705 @@
+"""What a server on one GPU does when a part of the Multi-Process Service, or a client of it, is killed.
+
+  mps_faults.py OUT_DIR --tokenizer DIR [--budget-s 150]
+
+Three servers start at once, each with a daemon and a folder of its own. On the first (Qwen2-VL-2B's shapes, dummy
+weights) four text answers stream and an image is asked for again and again, while in turn
+
+  worker    the encoder worker gets SIGKILL with encodes on the device: it is started again, its requests are answered
+  control   the control daemon gets SIGKILL: it is started again, contexts and answers go on
+  worker2   the encoder worker gets SIGKILL once more, so that the new one comes up under the new daemon
+
+On the second the MPS server itself gets SIGKILL (lost): every context is gone, so the server must end with status 1
+and say why, and leave no process, file or folder. The third (the bundled demo model) finds no control program on its
+PATH (no_mps): one warning, the processes take turns, answers are right.
+
+A fault that a server does not survive is a result, not an error of this script. Writes OUT_DIR/mps-faults.json after
+each part and the servers' logs; prints a table last. Exit status 0: everything went as said above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+
+import dummy_model
+from answers import message, picture_url
+from servebench import servers
+from servebench.arms import OURS, ServerSpec
+from servebench.environment import describe, scrub
+from servebench.results import write_atomic
+
+REPO = Path(__file__).resolve().parent.parent
+CONTROL = "nvidia-cuda-mps-control"
+MPS_SERVER = "nvidia-cuda-mps-server"
+# Where the server looks for the control program besides the PATH.
+OTHER_CONTROL = Path("/usr/local/nvidia/bin") / CONTROL
+SHAPE = "qwen2-vl-2b"
+FLAGS = (
+    "--random-seed 1 --mem-fraction-static 0.5 --max-total-tokens 150000 --max-running-requests 24 "
+    "--cuda-graph-max-bs-decode 8 --encoder-feature-cache-gb 1 --enable-metrics"
+)
+LOST_LINE = "every GPU context on it is lost"
+NO_MPS_LINE = "MPS does not run"
+NUM_STREAMS = 4
+STREAM_TOKENS = 512
+BURST = 8  # images of BURST_SIDE x BURST_SIDE, some 0.2 s of encoder each
+ANSWER_TIMEOUT_S = 60.0
+RESTART_TIMEOUT_S = 60.0
+DEATH_TIMEOUT_S = 30.0
+CLEAN_UP_TIMEOUT_S = 20.0
+LEFTOVER_PATTERNS = (("/dev/shm", "*"), (tempfile.gettempdir(), "spaceserve-*"), ("/tmp", "spaceserve-*"))
+
+Json = dict[str, Any]
+
+
+class Load:
+    """Text answers that stream and an image that is asked for again and again, from threads, until it is closed."""
+
+    def __init__(self, url: str, image_side: int, num_streams: int = NUM_STREAMS) -> None:
+        self._url = url
+        self._image_side = image_side
+        self._stopping = threading.Event()
+        self.tokens: list[list[float]] = [[] for _ in range(num_streams)]
+        self.images: list[Json] = []
+        self.errors: list[tuple[float, str]] = []
+        targets: list[Callable[[], None]] = [self._make_stream(i) for i in range(num_streams)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in [*targets, self._ask_images]]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        end = time.monotonic() + 5.0
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, end - time.monotonic()))
+
+    def _failed(self, what: str) -> None:
+        if not self._stopping.is_set():
+            self.errors.append((time.monotonic(), what[:300]))
+            self._stopping.wait(0.2)
+
+    def _make_stream(self, index: int) -> Callable[[], None]:
+        def loop() -> None:
+            number = 0
+            while not self._stopping.is_set():
+                number += 1
+                try:
+                    self._stream(index, f"Stream {index}, answer {number}: tell a long story.")
+                except (requests.RequestException, ValueError) as error:
+                    self._failed(f"stream {index}: {type(error).__name__}: {error}")
+
+        return loop
+
+    def _stream(self, index: int, text: str) -> None:
+        sampling = {"max_new_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
+        body: Json = {"text": text, "sampling_params": sampling, "stream": True}
+        count = 0
+        with requests.post(f"{self._url}/generate", json=body, stream=True, timeout=(5, 30)) as response:
+            if response.status_code != 200:
+                raise ValueError(f"HTTP {response.status_code}")
+            for line in response.iter_lines(chunk_size=65536):
+                if self._stopping.is_set():
+                    return
+                if not line.startswith(b"data:") or line == b"data: [DONE]":
+                    continue
+                event = json.loads(line[5:])
+                if "error" in event:
+                    raise ValueError(str(event["error"]))
+                self.tokens[index].append(time.monotonic())
+                count = event["meta_info"]["completion_tokens"]
+        if count < STREAM_TOKENS and not self._stopping.is_set():
+            raise ValueError(f"the answer ended after {count} of {STREAM_TOKENS} tokens")
+
+    def _ask_images(self) -> None:
+        seed = 1_000_000
+        while not self._stopping.wait(0.3):
+            seed += 1
+            row = ask_image(self._url, image_body(seed, self._image_side))
+            if not self._stopping.is_set():
+                self.images.append(row)
+
+    def between(self, begin: float, end: float) -> Json:
+        """What the load saw from `begin` to `end` (seconds of the monotonic clock)."""
+        pauses = []
+        for times in self.tokens:
+            inside = [begin, *(at for at in times if begin <= at <= end), end]
+            pauses.append(max(b - a for a, b in pairwise(inside)))
+        images = [row for row in self.images if begin <= row["end"] and row["begin"] <= end]
+        return {
+            "seconds": round(end - begin, 2),
+            "stream_tokens": sum(begin <= at <= end for times in self.tokens for at in times),
+            "longest_pause_s": round(max(pauses, default=0.0), 3),
+            "stream_errors": [text for at, text in list(self.errors) if begin <= at <= end],
+            "images_answered": sum(row["status"] == 200 for row in images),
+            "image_errors": [row["error"] for row in images if row["status"] != 200],
+        }
+
+
+def image_body(seed: int, side: int) -> bytes:
+    """A request with an image that was never sent before."""
+    body = {
+        "model": "m",
+        "messages": message("What is this?", picture_url(seed, side, side)),
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return json.dumps(body).encode()
+
+
+def ask_image(url: str, body: bytes) -> Json:
+    """The answer to one request: HTTP status (0: none), seconds, and the clock's begin and end."""
+    begin = time.monotonic()
+    error = ""
+    try:
+        response = requests.post(
+            f"{url}/v1/chat/completions",
+            data=body,
+            headers={"Content-Type": "application/json"},
+            timeout=ANSWER_TIMEOUT_S,
+        )
+        status = response.status_code
+        if status != 200:
+            error = f"HTTP {status}: {response.text[:200]}"
+    except requests.RequestException as exception:
+        status, error = 0, f"{type(exception).__name__}: {exception}"[:300]
+    end = time.monotonic()
+    return {"status": status, "error": error, "seconds": round(end - begin, 2), "begin": begin, "end": end}
+
+
+class Burst:
+    """Large images asked for at once, so that the encoder is at work for a second or more."""
+
+    def __init__(self, url: str, first_seed: int, side: int, count: int = BURST) -> None:
+        self.rows: list[Json] = []
+        # Drawn before the first is sent: a large PNG takes a while.
+        bodies = [image_body(first_seed + i, side) for i in range(count)]
+
+        def ask(body: bytes) -> None:
+            self.rows.append(ask_image(url, body))
+
+        self._threads = [threading.Thread(target=ask, args=(body,), daemon=True) for body in bodies]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> list[Json]:
+        """The answers that came within `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, end - time.monotonic()))
+        return list(self.rows)
+
+
+class Watched:
+    """A server under test: its status page and the processes that a fault is aimed at."""
+
+    def __init__(self, server: servers.Server, folder: Path) -> None:
+        self.server = server
+        self.folder = folder
+        self.pids: dict[int, float] = {}  # with their start times, so that a later process is not taken for one
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def is_up(self) -> bool:
+        return self.server.process.poll() is None
+
+    def note_processes(self) -> None:
+        """Remember every process of the server's, to know afterwards which are left."""
+        for process in [*self.server.family(), *self.mps_processes(CONTROL), *self.mps_processes(MPS_SERVER)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.pids[process.pid] = process.create_time()
+
+    def left_processes(self) -> list[str]:
+        """Those that were remembered, or are MPS processes of this server, and still run."""
+        found = {process.pid: process for process in self.mps_processes(CONTROL) + self.mps_processes(MPS_SERVER)}
+        for pid, created in self.pids.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
+                    found[pid] = process
+        names = []
+        for process in found.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(servers.title(process))
+        return names
+
+    def status(self) -> Json:
+        code, text = servers.http(f"{self.url}/spaceserve/status", timeout_s=5)
+        found: Json = json.loads(text) if code == 200 else {}
+        return found
+
+    def metric(self, name: str) -> float | None:
+        """Value of a metric, summed over its labels; None where it is not exported."""
+        lines = servers.http(f"{self.url}/metrics", timeout_s=5)[1].splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(values) if values else None
+
+    def encoder(self) -> psutil.Process | None:
+        for process in self.server.family():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if "spaceserve::encoder" in " ".join(process.cmdline()):
+                    return process
+        return None
+
+    def mps_processes(self, program: str) -> list[psutil.Process]:
+        """Running MPS processes whose pipe directory lies in this server's folder."""
+        found = []
+        mark = f"CUDA_MPS_PIPE_DIRECTORY={self.folder}".encode()
+        for process in psutil.process_iter():
+            try:
+                command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+                if not any(part.endswith(program.encode()) for part in command):
+                    continue
+                if program == CONTROL and b"-d" not in command:  # only asks the daemon something
+                    continue
+                if mark in Path(f"/proc/{process.pid}/environ").read_bytes() and servers._alive(process):
+                    found.append(process)
+            except OSError:
+                continue
+        return found
+
+    def lines_with(self, text: str) -> list[str]:
+        lines = self.server.log.read_text(errors="replace").splitlines()
+        return [scrub(line)[:300] for line in lines if text in line]
+
+    def trouble(self) -> Json:
+        """For a part that went wrong: exit status, if it has ended, and the last lines that look like an error."""
+        lines = self.server.log.read_text(errors="replace").splitlines()
+        errors = [scrub(line)[:240] for line in lines if "rror" in line or "MPS" in line]
+        return {"exit_status": self.server.process.poll(), "log": errors[-25:]}
+
+
+class Faults:
+    """Runs the parts until the budget is spent; `report` goes to the file after each."""
+
+    def __init__(self, options: argparse.Namespace, work_dir: Path) -> None:
+        self.options = options
+        self.work_dir = work_dir
+        self.deadline = time.monotonic() + options.budget_s
+        self.started = time.monotonic()
+        self.report: Json = {
+            "environment": describe(REPO),
+            "command": scrub(" ".join(["mps_faults.py", *sys.argv[1:]])),
+            "flags": f"{FLAGS} {options.ours_flags}".strip(),
+            "parts": {},
+        }
+        self.files_before = leftover_files()
+        self.all: dict[str, Watched] = {}
+
+    def left_s(self, at_most: float) -> float:
+        """Seconds to wait for something, within the budget."""
+        return max(0.1, min(at_most, self.deadline - time.monotonic()))
+
+    def save(self) -> None:
+        self.report["wall_s"] = round(time.monotonic() - self.started, 1)
+        write_atomic(self.options.out / "mps-faults.json", json.dumps(self.report, indent=1) + "\n")
+
+    def note(self, name: str, part: Json) -> None:
+        self.report["parts"][name] = part
+        self.save()
+        print(f"[{self.report['wall_s']:6.1f} s] {name}: {'ok' if part.get('ok') else 'NOT as expected'}", flush=True)
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.1) -> bool:
+        end = time.monotonic() + self.left_s(timeout_s)
+        while time.monotonic() < end:
+            if condition():
+                return True
+            time.sleep(poll_s)
+        return condition()
+
+    # ---- servers
+
+    def start(self, name: str, model: str, flags: str, env: dict[str, str]) -> None:
+        """Start a server with a folder of its own for MPS; returns at once."""
+        folder = self.work_dir / name
+        folder.mkdir()
+        spec = ServerSpec("server", f"{OURS} {FLAGS} {flags} {self.options.ours_flags}".strip())
+        (port,) = servers.free_ports(1)
+        log = self.work_dir / f"{name}.log"
+        values = {"model": model, "port": str(port)}
+        server = servers.start_server(spec, log, port, {"TMPDIR": str(folder), **env}, values)
+        self.all[name] = Watched(server, folder)
+
+    def ready(self, name: str) -> Watched | None:
+        """The server once it answers; None, with a part that says why, where it does not."""
+        watched = self.all[name]
+        begin = time.monotonic()
+        try:
+            watched.server.wait_ready(time.monotonic() + self.left_s(120))
+        except servers.ServerFailed as error:
+            self.note(f"{name}: start", {"ok": False, "error": scrub(str(error))[-3000:]})
+            return None
+        watched.note_processes()
+        self.report.setdefault("start_s", {})[name] = round(begin - self.started + time.monotonic() - begin, 1)
+        return watched
+
+    def stop(self, name: str) -> None:
+        """Stop a server; what it leaves is a part of the result."""
+        watched = self.all[name]
+        if watched.is_up():
+            watched.note_processes()
+            watched.server.stop()
+        self.wait(lambda: not watched.left_processes(), CLEAN_UP_TIMEOUT_S)
+        self.report.setdefault("left_processes", {})[name] = watched.left_processes()
+
+    # ---- parts
+
+    def kill_worker(self, watched: Watched, load: Load, first_seed: int) -> Json:
+        """SIGKILL for the encoder worker while it encodes."""
+        side = self.options.burst_side
+        before = watched.status()
+        victim = watched.encoder()
+        if victim is None:
+            return {"ok": False, "error": "there is no encoder worker", **watched.trouble()}
+        burst = Burst(watched.url, first_seed, side)
+        begin = time.monotonic()
+
+        def is_busy() -> bool:
+            # Written twice a second; more than the load's own image, so batches of the burst have been launched.
+            return int(watched.status().get("num_requests", 0)) > 1
+
+        self.wait(lambda: is_busy() or len(burst.rows) == BURST, 10, poll_s=0.02)
+        unanswered = BURST - len(burst.rows)
+        victim.kill()
+        killed = time.monotonic()
+        epoch = before.get("epoch", 0)
+        restarted = self.wait(
+            lambda: not watched.is_up() or watched.status().get("epoch", 0) > epoch, RESTART_TIMEOUT_S
+        )
+        up_s = time.monotonic() - killed
+        rows = burst.join(self.left_s(ANSWER_TIMEOUT_S))
+        new = ask_image(watched.url, image_body(first_seed + 100, 448)) if watched.is_up() else {"status": 0}
+        end = time.monotonic()
+        part: Json = {
+            "requests_in_flight": unanswered,
+            "restarted": restarted and watched.is_up(),
+            "restart_s": round(up_s, 2),
+            "in_flight_answered": sum(row["status"] == 200 for row in rows),
+            "in_flight_errors": [row["error"] for row in rows if row["status"] != 200],
+            "in_flight_longest_s": max((row["seconds"] for row in rows), default=None),
+            "new_image": {key: new.get(key) for key in ("status", "seconds", "error")},
+            "load_before": load.between(begin - 2.0, begin),
+            "load": load.between(killed, end),
+            "mps": watched.status().get("mps"),
+        }
+        part["ok"] = bool(
+            unanswered
+            and part["restarted"]
+            and part["in_flight_answered"] == BURST
+            and new.get("status") == 200
+            and not part["load"]["stream_errors"]
+            and part["load"]["stream_tokens"] > 0
+        )
+        if not part["ok"]:
+            part["trouble"] = watched.trouble()
+        watched.note_processes()
+        return part
+
+    def kill_control(self, watched: Watched, load: Load) -> Json:
+        """SIGKILL for the control daemon."""
+        controls = watched.mps_processes(CONTROL)
+        if not controls:
+            return {"ok": False, "error": "no control daemon was found", **watched.trouble()}
+        restarts = watched.status().get("mps", {}).get("num_restarts", 0)
+        servers_before = [process.pid for process in watched.mps_processes(MPS_SERVER)]
+        begin = time.monotonic()
+        for control in controls:
+            control.kill()
+
+        def is_back() -> bool:
+            mps = watched.status().get("mps", {})
+            return not watched.is_up() or (mps.get("num_restarts", 0) > restarts and mps.get("state") == "running")
+
+        restarted = self.wait(is_back, 20)
+        restart_s = time.monotonic() - begin
+        image = ask_image(watched.url, image_body(2_000_000, 448)) if watched.is_up() else {"status": 0}
+        time.sleep(self.left_s(2.0))
+        end = time.monotonic()
+        part: Json = {
+            "restarted": restarted and watched.is_up(),
+            "restart_s": round(restart_s, 2),
+            "restarts_metric": watched.metric("spaceserve:mps_restarts_total"),
+            "mps": watched.status().get("mps"),
+            "mps_servers_survived": all(psutil.pid_exists(pid) for pid in servers_before) and bool(servers_before),
+            "image": {key: image.get(key) for key in ("status", "seconds", "error")},
+            "load": load.between(begin, end),
+            "lines": watched.lines_with("control daemon"),
+        }
+        part["ok"] = bool(
+            part["restarted"]
+            and image.get("status") == 200
+            and part["restarts_metric"] == restarts + 1
+            and part["mps_servers_survived"]
+            and not part["load"]["stream_errors"]
+            and part["load"]["stream_tokens"] > 0
+        )
+        if not part["ok"]:
+            part["trouble"] = watched.trouble()
+        watched.note_processes()
+        return part
+
+    def kill_mps_server(self, watched: Watched) -> Json:
+        """SIGKILL for the MPS server, which holds every context: the server has to end."""
+        with Load(watched.url, 448) as load:
+            time.sleep(self.left_s(2.0))
+            watched.note_processes()
+            victims = watched.mps_processes(MPS_SERVER)
+            begin = time.monotonic()
+            for victim in victims:
+                victim.kill()
+            ended = self.wait(lambda: not watched.is_up(), DEATH_TIMEOUT_S, poll_s=0.02)
+            end_s = time.monotonic() - begin
+            load._stopping.set()
+        self.wait(lambda: not watched.left_processes(), CLEAN_UP_TIMEOUT_S)
+        lines = watched.lines_with(LOST_LINE)
+        part: Json = {
+            "mps_servers": len(victims),
+            "ended": ended,
+            "end_s": round(end_s, 2),
+            "exit_status": watched.server.process.poll(),
+            "error_lines": lines,
+            "num_lines_after": sum(1 for _ in watched.server.log.open(errors="replace")),
+            "left_processes": watched.left_processes(),
+            "tokens_before": load.between(begin - 2.0, begin)["stream_tokens"],
+        }
+        part["ok"] = bool(victims and ended and part["exit_status"] == 1 and lines and not part["left_processes"])
+        part["trouble"] = watched.trouble()
+        return part
+
+    def without_mps(self, watched: Watched) -> Json:
+        """A server that can have no MPS: turns, one warning, right answers."""
+        from spaceserve.demo import RIGHT_ANSWER
+        from spaceserve.demo.ask import ask
+
+        with Load(watched.url, 224, num_streams=1) as load:
+            begin = time.monotonic()
+            found, failure = [], ""
+            try:
+                found = [ask(watched.url) for _ in range(3)]
+            except (OSError, ValueError, KeyError) as error:
+                failure = f"{type(error).__name__}: {error}"
+            time.sleep(self.left_s(2.0))
+            end = time.monotonic()
+            status = watched.status()
+        warnings = watched.lines_with(NO_MPS_LINE)
+        part: Json = {
+            "right_answers": sum(answer.strip() == RIGHT_ANSWER for answer in found),
+            "asked": 3,
+            "error": failure,
+            "warnings": warnings,
+            "mps": status.get("mps"),
+            "partition": status.get("split", {}).get("mode"),
+            "mps_processes": len(watched.mps_processes(CONTROL)),
+            "load": load.between(begin, end),
+        }
+        part["ok"] = (
+            part["right_answers"] == 3
+            and len(warnings) == 1
+            and not part["mps_processes"]
+            and not part["load"]["stream_errors"]
+            and part["load"]["images_answered"] > 0
+        )
+        if not part["ok"]:
+            part["trouble"] = watched.trouble()
+        return part
+
+    def faults_of_clients(self, watched: Watched) -> None:
+        """The faults that the server must survive, in turn, until one ends it."""
+        status = watched.status()
+        self.report["split"] = status.get("split")
+        with Load(watched.url, 448) as load:
+            time.sleep(self.left_s(3.0))
+            parts: list[tuple[str, Callable[[], Json]]] = [
+                ("worker", lambda: self.kill_worker(watched, load, 3_000_000)),
+                ("control", lambda: self.kill_control(watched, load)),
+                ("worker2", lambda: self.kill_worker(watched, load, 4_000_000)),
+            ]
+            for name, part in parts:
+                if not watched.is_up():
+                    self.note(name, {"ok": False, "error": "the server had ended", **watched.trouble()})
+                elif time.monotonic() > self.deadline - 5:
+                    self.note(name, {"ok": False, "error": "not run: the budget was spent"})
+                else:
+                    self.note(name, guarded(part))
+            load._stopping.set()
+
+    def run(self) -> None:
+        options = self.options
+        model = options.model
+        if model is None:
+            model = str(self.work_dir / SHAPE)
+            dummy_model.write(SHAPE, Path(model), options.tokenizer)
+        flags = options.model_flags
+        self.start("survivor", model, flags, {})
+        if not options.only_survivor:
+            self.start("lost", model, flags, {})
+            from spaceserve.demo import model_path
+
+            env, self.report["no_mps_how"] = environment_without_mps(self.work_dir / "bin")
+            self.start("no_mps", str(model_path()), "", env)
+            if (watched := self.ready("no_mps")) is not None:
+                self.note("no_mps", guarded(lambda: self.without_mps(watched)))
+            self.stop("no_mps")
+        if (survivor := self.ready("survivor")) is not None:
+            self.faults_of_clients(survivor)
+        self.stop("survivor")
+        if not options.only_survivor and (lost := self.ready("lost")) is not None:
+            self.note("lost", guarded(lambda: self.kill_mps_server(lost)))
+
+    def finish(self) -> None:
+        """Stop what runs, and look for what is left."""
+        for name, watched in self.all.items():
+            if watched.is_up():
+                self.stop(name)
+        names = self.report.setdefault("left_processes", {})
+        for name, watched in self.all.items():
+            names[name] = watched.left_processes()
+            with contextlib.suppress(OSError):
+                shutil.copy(watched.server.log, self.options.out / watched.server.log.name)
+        end = time.monotonic() + 10
+        while leftover_files() - self.files_before and time.monotonic() < end:
+            time.sleep(0.2)
+        left = {*(leftover_files() - self.files_before)}
+        left |= {str(path.relative_to(self.work_dir)) for path in self.work_dir.glob("*/spaceserve-*")}
+        self.report["left_files"] = sorted(left)
+        self.save()
+
+
+def guarded(part: Callable[[], Json]) -> Json:
+    """A part's result, or its failure in words: the parts after it still run."""
+    try:
+        return part()
+    except Exception as error:
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
+def leftover_files() -> set[str]:
+    """What servers could have left in shared memory and the folders for temporary files."""
+    return {str(path) for folder, pattern in LEFTOVER_PATTERNS for path in Path(folder).glob(pattern)}
+
+
+def environment_without_mps(bin_dir: Path) -> tuple[dict[str, str], str]:
+    """An environment in which MPS cannot run, and how it was made: a PATH that lacks the control program.
+
+    Where the server would find the program anyway, the environment names a daemon that is not there.
+    """
+    if OTHER_CONTROL.exists():
+        return {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent-mps"}, "the environment names a daemon that is not there"
+    folders = []
+    bin_dir.mkdir()
+    for number, folder in enumerate(os.environ.get("PATH", os.defpath).split(os.pathsep)):
+        if not (Path(folder) / CONTROL).exists():
+            folders.append(folder)
+            continue
+        # The folder's other programs are needed: compilers, ldconfig.
+        twin = bin_dir / str(number)
+        twin.mkdir()
+        for program in Path(folder).iterdir():
+            if program.name != CONTROL:
+                (twin / program.name).symlink_to(program)
+        folders.append(str(twin))
+    return {"PATH": os.pathsep.join(folders)}, "the control program is not on the PATH"
+
+
+def table(report: Json) -> list[str]:
+    """One line for each part."""
+    lines = [f"mps_faults: {report['wall_s']} s, commit {report['environment']['commit'][:12]}"]
+    for name, part in report["parts"].items():
+        words = [f"{name:<10}", "ok " if part.get("ok") else "NOT"]
+        load = part.get("load", {})
+        if "restart_s" in part:
+            words.append(f"restarted {part['restarted']} after {part['restart_s']} s;")
+        if "in_flight_answered" in part:
+            words.append(f"{part['in_flight_answered']} of {BURST} in flight answered;")
+        if "new_image" in part:
+            words.append(f"new image {part['new_image']['status']} in {part['new_image'].get('seconds')} s;")
+        if "image" in part:
+            words.append(f"image {part['image']['status']} in {part['image'].get('seconds')} s;")
+        if "end_s" in part:
+            words.append(f"ended {part['ended']} after {part['end_s']} s with {part['exit_status']};")
+            words.append(f"{len(part['error_lines'])} lines say why; left processes {len(part['left_processes'])}")
+        if "right_answers" in part:
+            words.append(f"{part['right_answers']} of 3 right, {len(part['warnings'])} warning;")
+        if load:
+            words.append(
+                f"streams: {load['stream_tokens']} tokens, pause {load['longest_pause_s']} s, "
+                f"{len(load['stream_errors'])} errors; images {load['images_answered']} ok, "
+                f"{len(load['image_errors'])} failed"
+            )
+        if part.get("error"):
+            words.append(part["error"][-400:])
+        lines.append(" ".join(words))
+    lines.append(f"left processes {report.get('left_processes')}, left files {report.get('left_files')}")
+    lines.append("OK" if is_ok(report) else "NOT OK")
+    return lines
+
+
+def is_ok(report: Json) -> bool:
+    return (
+        bool(report["parts"])
+        and all(part.get("ok") for part in report["parts"].values())
+        and not report.get("left_files")
+        and not any(report.get("left_processes", {}).values())
+    )
+
+
+@contextlib.contextmanager
+def work_folder() -> Iterator[Path]:
+    """A folder with a short path: sockets of the daemons lie below it, and their paths have 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="mpsf-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for the result and the servers' logs")
+    parser.add_argument("--tokenizer", type=Path, help="folder with the Qwen2 tokenizer")
+    parser.add_argument("--model", help="serve this checkpoint instead of dummy weights")
+    parser.add_argument("--model-flags", default="--load-format dummy", help="flags of the server of this model")
+    parser.add_argument("--ours-flags", default="", help="more flags of every server")
+    parser.add_argument("--burst-side", type=int, default=2048, help="side in pixels of the images under a kill")
+    parser.add_argument("--only-survivor", action="store_true", help="leave out the parts lost and no_mps")
+    parser.add_argument("--budget-s", type=float, default=150.0)
+    options = parser.parse_args()
+    if options.model is None and options.tokenizer is None:
+        parser.error("give --tokenizer for dummy weights, or --model")
+    servers.stop_on_sigterm()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with work_folder() as work_dir:
+        faults = Faults(options, work_dir)
+        try:
+            faults.run()
+        finally:
+            faults.finish()
+    print("\n".join(table(faults.report)))
+    return 0 if is_ok(faults.report) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
