@@ -426,6 +426,26 @@ def test_a_clients_fault_that_takes_the_server_is_told_at_once(
     assert "Client 17 caused a fault" in caplog.text
 
 
+@pytest.mark.parametrize("how", ["killed", "fault"])
+def test_when_a_process_fails_a_lost_server_is_found_before_the_next_look(environ: dict[str, str], how: str) -> None:
+    with daemon(environ) as running:
+        running._command("start_server -uid 0")
+        supervisor, lost, _ = supervised(running)
+        supervisor.look_now()
+        assert not lost, "a process failed for another reason"
+        (server,) = supervisor.snapshot()["servers"]
+        assert running.pipe_directory is not None
+        if how == "killed":
+            os.kill(server, signal.SIGKILL)
+            wait_until(lambda: not mps_processes.is_running(server))
+        else:
+            (running.pipe_directory / "status").write_text("FAULT\n")
+        supervisor.look_now()
+        supervisor.look_now()
+        assert len(lost) == 1, "said once"
+        assert not supervisor.look()
+
+
 def test_a_users_daemon_that_goes_away_is_reported_and_found_again(environ: dict[str, str]) -> None:
     with daemon(environ) as users, daemon(environ, **users.client_environ) as guest:
         supervisor, lost, registry = supervised(guest)

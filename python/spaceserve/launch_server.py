@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spaceserve.families import Family
     from spaceserve.hooks import Hook
     from spaceserve.partition.mps import MpsDaemon
+    from spaceserve.partition.mps_supervisor import MpsSupervisor
 
 
 class StartError(Exception):
@@ -255,6 +256,8 @@ def _serve_split(
         hooks.append(_load_file_hook(reaper))
         if forked:
             hooks.append(start_method_hook())
+        if mps_supervisor is not None:
+            hooks.append(_failed_process_hook(mps_supervisor))
         install(hooks)
         add_status_routes(channels, dict if mps_supervisor is None else mps_supervisor.snapshot)
         launch_server(
@@ -267,6 +270,22 @@ def _serve_split(
         if mps_supervisor is not None:
             mps_supervisor.stop()
         supervisor.stop()
+
+
+def _failed_process_hook(mps_supervisor: MpsSupervisor) -> Hook:
+    """SGLang kills the whole server when a process of it fails; where MPS is the cause, that is said before."""
+    from spaceserve.hooks import Hook
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        mps_supervisor.look_now()
+
+    return Hook(
+        target="sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+        function=look,
+        kind="before",
+        why="a lost MPS server ends the server with its reason and status 1",
+        parameters=("signum", "frame"),
+    )
 
 
 def _gpu_contexts_lost(reason: str) -> None:

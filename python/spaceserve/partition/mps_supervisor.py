@@ -45,6 +45,7 @@ class MpsSupervisor:
         self._poll_s = poll_s
         self._stopping = threading.Event()
         self._lock = threading.Lock()
+        self._looking = threading.RLock()
         self._servers: list[int] = []
         self._orphans: list[int] = []  # servers of a control daemon that has ended
         self._polls = 0
@@ -96,6 +97,22 @@ class MpsSupervisor:
 
     def look(self) -> bool:
         """One look. Returns whether there is anything left to watch."""
+        with self._looking:
+            return self._state != "lost" and self._look()
+
+    def look_now(self) -> None:
+        """From any thread: a process of the server has failed, perhaps because MPS did, which then is said first.
+
+        A client sees the end of its MPS server within milliseconds, long before the next look.
+        """
+        with self._looking:
+            try:
+                if self._state not in ("off", "lost") and self._look():
+                    self._ask()
+            except Exception:
+                logger.exception("MPS: the look at the daemon failed")
+
+    def _look(self) -> bool:
         dead = [pid for pid in self._servers if not mps_processes.is_running(pid)]
         if dead:
             return self._lose(f"the MPS server (process {', '.join(map(str, dead))}) has ended")
