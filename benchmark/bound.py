@@ -28,14 +28,13 @@ from typing import Any
 from servebench import arms, bound_model, metrics, report, servers
 from servebench.bodies import APIS, build_body
 from servebench.client import RequestRecord, run_job
+from servebench.curve_costs import BATCHES, CONTEXT_TOKENS, SIZES, TEXT_TOKENS, from_curves
 from servebench.environment import describe
 from servebench.results import Results, write_atomic
-from servebench.workload import MIX_SIZES, ImageSpec, TraceRequest, Workload
+from servebench.workload import ImageSpec, TraceRequest, Workload
 from spaceserve.sis.curves import DeviceCurves
 
 REPO = Path(__file__).resolve().parent.parent
-DEFAULT_SIZES = (224, 448, 672, 1024, 1344, 2048)
-DEFAULT_BATCHES = (1, 4, 8, 16, 32)
 SHORT_WORDS = 4
 SEED = 1 << 44
 
@@ -155,66 +154,6 @@ def run_measure(options: argparse.Namespace) -> None:
     print(report.bounds_table(Results(options.results)))
 
 
-def square_patches(side: int, patch_size: int, merge_size: int = 2) -> int:
-    """Patches of a square image after the resize to whole merged patches."""
-    return (max(1, round(side / (patch_size * merge_size))) * merge_size) ** 2
-
-
-def from_curves(
-    curves: DeviceCurves, model_name: str, sizes: Sequence[int], batches: Sequence[int], text_tokens: int, context: int
-) -> dict[str, Any]:
-    """Costs in the layout of ``measure`` from SIS's curves, with the costs of every partition beside them.
-
-    ``partitions`` has, for each size, the encoder's time on n SMs and a decode step (largest of ``batches``) on the
-    rest while it runs, the decoder masked to its part, both with the measured factor of contention.
-    """
-    whole, total = curves.at(curves.total_units), curves.total_units
-    source = f"curves, {curves.source}"
-    found: dict[str, Any] = {
-        "text": {
-            "prompt_tokens": text_tokens,
-            "encode_ms": 0.0,
-            "prefill_ms": round(whole.prefill_chunk_ms(text_tokens, 0), 3),
-            "source": source,
-        }
-    }
-    partitions: dict[str, Any] = {}
-    widest = max(batches)
-    for side in sizes:
-        patches = square_patches(side, 14)
-        tokens = patches // 4 + text_tokens
-        found[str(side)] = {
-            "prompt_tokens": tokens,
-            "encode_ms": round(whole.encoder_batch_ms([patches]), 3),
-            "prefill_ms": round(whole.prefill_chunk_ms(tokens, 0), 3),
-            "source": source,
-        }
-        rungs = range(8, total - curves.min_decoder_units + 1, 8)
-        factor = curves.contention_factor
-        partitions[str(side)] = {
-            "encode_ms": {
-                n: round(curves.at(n).encoder_batch_ms([patches]) * factor("encoder_beside_decode_masked", n), 3)
-                for n in rungs
-            },
-            "decode_beside_ms": {
-                n: round(
-                    curves.at(total - n).decode_step_ms(widest, context) * factor("decode_beside_encoder_masked", n), 3
-                )
-                for n in rungs
-            },
-            "decode_alone_ms": round(whole.decode_step_ms(widest, context), 3),
-        }
-    return {
-        "model": model_name,
-        "arm": "curves",
-        "measured": curves.source == "profiled",
-        "provenance": curves.provenance,
-        "sizes": found,
-        "decode_step_ms": {batch: round(whole.decode_step_ms(batch, context), 4) for batch in batches},
-        "partitions": partitions,
-    }
-
-
 def run_curves(options: argparse.Namespace) -> None:
     data = from_curves(
         DeviceCurves.load(options.curves),
@@ -262,8 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     measuring.add_argument("--model-name")
     measuring.add_argument("--arm", default="stock")
     measuring.add_argument("--results", type=Path, required=True)
-    measuring.add_argument("--sizes", type=int, nargs="+", default=sorted({*DEFAULT_SIZES, *MIX_SIZES}))
-    measuring.add_argument("--batches", type=int, nargs="+", default=list(DEFAULT_BATCHES))
+    measuring.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    measuring.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     measuring.add_argument("--samples", type=int, default=7)
     measuring.add_argument("--text-words", type=int, default=64)
     measuring.add_argument("--api", choices=sorted(APIS), default="generate")
@@ -274,10 +213,10 @@ def main(argv: list[str] | None = None) -> int:
     curving.add_argument("--curves", type=Path, required=True)
     curving.add_argument("--model-name", required=True)
     curving.add_argument("--results", type=Path, required=True)
-    curving.add_argument("--sizes", type=int, nargs="+", default=sorted({*DEFAULT_SIZES, *MIX_SIZES}))
-    curving.add_argument("--batches", type=int, nargs="+", default=list(DEFAULT_BATCHES))
-    curving.add_argument("--text-tokens", type=int, default=80)
-    curving.add_argument("--context", type=int, default=3000, help="tokens of context of a decoding request")
+    curving.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    curving.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    curving.add_argument("--text-tokens", type=int, default=TEXT_TOKENS)
+    curving.add_argument("--context", type=int, default=CONTEXT_TOKENS, help="tokens of context of a decoding request")
     showing = commands.add_parser("show", help="print the bound at some rates")
     showing.add_argument("--results", type=Path, required=True)
     showing.add_argument("--model-name", required=True)

@@ -2,12 +2,14 @@
 
   serve_bench.py run --model DIR --results RESULTS --workloads sat:2048 --arms spaceserve stock stock-mixed
   serve_bench.py run --model DIR --results RESULTS --set targets        (the first missing entry of a set)
+  serve_bench.py run --model DIR --results RESULTS --set headline --together     (all servers up at once)
   serve_bench.py plan --results RESULTS --model-name qwen2-vl-7b --set targets
   serve_bench.py report --results RESULTS --plots
 
 A slice is one workload on two or more arms, one after the other on the same GPU with the same stored arrivals and the
 same image bytes. ``run`` starts each arm once for all workloads given, leaves out what the time budget does not allow,
-skips slices that are done, and prints a table last. See docs/benchmarking.md.
+skips slices that are done, and prints a table last. With ``--together`` all arms' servers are up at once and each
+workload runs on one arm after the other. See docs/benchmarking.md.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ import shlex
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from servebench import arms, matrix, report, servers
+from servebench import arms, headline, matrix, plan, report, servers
+from servebench.arms import Arm
+from servebench.environment import gpu_query
+from servebench.matrix import Entry
+from servebench.memory import memory_lines
 from servebench.results import Results
 from servebench.session import Session, SessionConfig, session_table
-from servebench.workload import Workload
+from servebench.together import TogetherSession
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -32,8 +39,19 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-name", help="what results call the model (default: the folder's name)")
     parser.add_argument("--results", type=Path, required=True, help="results folder of this machine type")
     parser.add_argument("--arms", nargs="+", help="built-in names, or 'NAME=BASE FLAGS...' for more flags on one")
-    parser.add_argument("--workloads", nargs="+", help="see servebench/workload.py")
+    parser.add_argument(
+        "--workloads", nargs="+", help="see servebench/workload.py; 'sat:2048=stock,stock-mixed' for some arms only"
+    )
     parser.add_argument("--set", choices=sorted(matrix.SETS), help="take the first missing entry of this set instead")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="all arms' servers up at once; needs --max-total-tokens in --common-flags, the same for all",
+    )
+    parser.add_argument("--max-requests", type=int, help="cut every workload to this many, to try things out")
+    parser.add_argument(
+        "--expect-s", nargs="*", default=[], help="SIZE=RATE to plan with where S is not measured (--together)"
+    )
     parser.add_argument("--repeat", type=int, default=0, help="number of the repeat; odd ones run the arms backwards")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -58,7 +76,11 @@ def run(options: argparse.Namespace) -> int:
     results = Results(options.results)
     model_name = options.model_name or Path(options.model).name
     repeat, names, workloads = options.repeat, options.arms, options.workloads
-    if options.set:
+    if options.set and options.together:
+        # What an earlier call left out is found by the session itself, arm by arm.
+        group = matrix.SETS[options.set][0]
+        names, workloads = names or list(group.arms), list(group.workloads)
+    elif options.set:
         left = matrix.missing(results, model_name, matrix.SETS[options.set])
         if not left:
             print(f"set {options.set}: nothing missing")
@@ -67,18 +89,10 @@ def run(options: argparse.Namespace) -> int:
         names = list(group.arms)
     if not names or not workloads:
         raise ValueError("give --arms and --workloads, or --set")
-    chosen = [
-        arms.prepare(
-            arms.parse_arm(name),
-            device=options.device,
-            common_flags=options.common_flags,
-            ours_flags=options.ours_flags,
-            stock_flags=options.stock_flags,
-        )
-        for name in names
-    ]
-    if len({arm.name for arm in chosen}) < len(chosen):
-        raise ValueError("two arms have the same name")
+    chosen = prepare_arms(options, names)
+    entries = [cut_entry(Entry.parse(text), options.max_requests) for text in workloads]
+    if options.set and options.arms:
+        entries = [kept for entry in entries if (kept := within(entry, {arm.name for arm in chosen})) is not None]
     work_dir = Path(tempfile.mkdtemp(prefix="serve-bench-"))
     try:
         config = SessionConfig(
@@ -101,20 +115,78 @@ def run(options: argparse.Namespace) -> int:
             retry_failed=options.retry_failed,
             command=stored_command(sys.argv),
         )
-        session = Session(config, chosen, [Workload.parse(text) for text in workloads])
-        jobs = session.run()
-        if options.log_dir:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
-            for log in work_dir.glob("*.log"):
-                shutil.copy(log, options.log_dir / log.name)
+        session = make_session(options, config, chosen, entries)
+        try:
+            jobs = session.run()
+        finally:
+            if options.log_dir:
+                options.log_dir.mkdir(parents=True, exist_ok=True)
+                for log in work_dir.glob("*.log"):
+                    shutil.copy(log, options.log_dir / log.name)
+        if options.device == "cuda":
+            gpus = [row[0] for row in gpu_query("name")]
+            headline.store_shipped_bound(session.results, model_name, Path(options.model), gpus)
         if options.bundle and session.results.written:
             session.results.bundle(options.bundle)
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
-    print(f"\n{model_name}, repeat {repeat}\n{session_table(jobs) if jobs else 'nothing to do'}")
+    print(f"\n{model_name}, repeat {repeat}\n{session_table(jobs) if jobs else 'nothing to do'}\n")
+    print("\n".join(memory_lines([data for data in results.slices() if data["model"] == model_name])))
+    print("\n" + "\n".join(headline.headline_lines(results, model_name)))
     for failure in session.failures:
         print(f"FAILED {failure}")
     return 1 if session.failures else 0
+
+
+def prepare_arms(options: argparse.Namespace, names: list[str]) -> list[Arm]:
+    """The arms with this call's flags. Raises ValueError for unknown or equal names."""
+    chosen = [
+        arms.prepare(
+            arms.parse_arm(name),
+            device=options.device,
+            common_flags=options.common_flags,
+            ours_flags=options.ours_flags,
+            stock_flags=options.stock_flags,
+        )
+        for name in names
+    ]
+    if len({arm.name for arm in chosen}) < len(chosen):
+        raise ValueError("two arms have the same name")
+    # SGLang sizes its KV cache from what is free at the start: servers that start at once would get what is left.
+    sized = all("--max-total-tokens" in server.template for arm in chosen for server in arm.servers)
+    if options.together and options.device == "cuda" and not sized:
+        raise ValueError("--together needs --max-total-tokens in --common-flags, so that all KV caches are equal")
+    return chosen
+
+
+def make_session(
+    options: argparse.Namespace, config: SessionConfig, chosen: list[Arm], entries: list[Entry]
+) -> Session:
+    """The session; with ``--bundle`` every stored slice is packed at once, for a call that is cut short."""
+
+    def pack() -> None:
+        if options.bundle:
+            session.results.bundle(options.bundle)
+
+    session: Session
+    if options.together:
+        expected = plan.expected_rates(options.expect_s) if options.device == "cuda" or options.expect_s else {}
+        session = TogetherSession(config, chosen, entries, pack, expected)
+    else:
+        session = Session(config, chosen, entries, pack)
+    return session
+
+
+def cut_entry(entry: Entry, max_requests: int | None) -> Entry:
+    if max_requests is None or entry.workload.num_requests <= max_requests:
+        return entry
+    return replace(entry, workload=replace(entry.workload, num_requests=max_requests))
+
+
+def within(entry: Entry, names: set[str]) -> Entry | None:
+    """The entry on those of its arms that this call has; None where it has none of them."""
+    kept = tuple(name for name in entry.arms if name in names)
+    return entry if not entry.arms else replace(entry, arms=kept) if kept else None
 
 
 def stored_command(argv: list[str]) -> str:
@@ -122,8 +194,23 @@ def stored_command(argv: list[str]) -> str:
     return shlex.join([Path(part).name if part.startswith(("/", "~", ".")) else part for part in argv])
 
 
-def plan(options: argparse.Namespace) -> int:
-    left = matrix.missing(Results(options.results), options.model_name, matrix.SETS[options.set])
+def show_plan(options: argparse.Namespace) -> int:
+    results = Results(options.results)
+    if options.together:
+        group = matrix.SETS[options.set][0]
+        entries = [Entry.parse(text) for text in group.workloads]
+        known = {
+            plan.saturation_size(entry.workload): results.saturation(options.model_name, entry.workload)
+            for entry in entries
+        }
+        names = tuple(options.arms or group.arms)
+        entries = [kept for entry in entries if (kept := within(entry, set(names))) is not None]
+        rates = plan.expected_rates(options.expect_s)
+        lines, total_s = plan.plan_lines(entries, names, known, options.start_estimate_s, rates)
+        print("\n".join(lines))
+        print(f"{total_s:.0f} s with the stop, were nothing measured yet")
+        return 0
+    left = matrix.missing(results, options.model_name, matrix.SETS[options.set])
     for group, repeat, workloads in left:
         print(f"--repeat {repeat} --arms {' '.join(group.arms)} --workloads {' '.join(workloads)}")
     print(f"set {options.set}: {sum(len(workloads) for _, _, workloads in left)} slices missing", file=sys.stderr)
@@ -135,6 +222,8 @@ def write_report(options: argparse.Namespace) -> int:
     text = report.report(results)
     (options.results / "report.md").write_text(text)
     print(text)
+    for model in sorted({data["model"] for data in results.slices()}):
+        print(f"\n{model}\n" + "\n".join(headline.headline_lines(results, model)))
     if options.plots:
         from servebench import plots
 
@@ -151,12 +240,16 @@ def main(argv: list[str] | None = None) -> int:
     planner.add_argument("--results", type=Path, required=True)
     planner.add_argument("--model-name", required=True)
     planner.add_argument("--set", choices=sorted(matrix.SETS), default="targets")
+    planner.add_argument("--together", action="store_true", help="estimated seconds with all servers up at once")
+    planner.add_argument("--arms", nargs="+", help="with --together: some of the set's arms only")
+    planner.add_argument("--expect-s", nargs="*", default=[], help="SIZE=RATE where S is not measured yet")
+    planner.add_argument("--start-estimate-s", type=float, default=90.0)
     reporter = commands.add_parser("report", help="table and plots from all slices")
     reporter.add_argument("--results", type=Path, required=True)
     reporter.add_argument("--plots", action="store_true")
     options = parser.parse_args(argv)
     try:
-        return {"run": run, "plan": plan, "report": write_report}[options.command](options)
+        return {"run": run, "plan": show_plan, "report": write_report}[options.command](options)
     except ValueError as error:
         parser.error(str(error))
 

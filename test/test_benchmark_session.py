@@ -18,6 +18,7 @@ import soak
 from servebench import arms, matrix, report, servers
 from servebench.arms import Arm, ServerSpec
 from servebench.environment import scrub
+from servebench.matrix import Entry
 from servebench.results import DONE, FAILED, Results, SliceKey
 from servebench.session import Session, SessionConfig
 from servebench.workload import Workload
@@ -118,7 +119,7 @@ def test_a_server_that_dies_marks_the_slice_failed_and_leaves_no_process(tmp_pat
     assert [arm.get("error", "")[:20] for arm in failed[0]["arms"]] == ["", "server exited with 7"]
     assert failed[0]["arms"][0]["summary"]["num_failed"] == 0
     assert Session(config(tmp_path), [OURS, broken], [workload]).missing() == []
-    assert Session(config(tmp_path, retry_failed=True), [OURS, broken], [workload]).missing() == [workload]
+    assert Session(config(tmp_path, retry_failed=True), [OURS, broken], [workload]).missing() == [Entry(workload)]
     ours = [p for p in psutil.Process().children(recursive=True) if "fake_server" in " ".join(p.cmdline())]
     assert ours == []
     assert "## Failed slices" in report.report(Results(tmp_path / "results"))
@@ -210,10 +211,16 @@ def test_arms_of_the_command_line() -> None:
 def test_every_set_names_known_arms_and_workloads_and_plans_what_is_missing(tmp_path: Path) -> None:
     for groups in matrix.SETS.values():
         for group in groups:
-            assert all(Workload.parse(text).name == text for text in group.workloads)
+            assert all(Entry.parse(text).name == text for text in group.workloads)
+            assert all(set(Entry.parse(text).arms) <= set(group.arms) for text in group.workloads)
             assert all(arms.parse_arm(name).name == name for name in group.arms)
     for target in matrix.TARGETS:
-        assert any(target.workload in group.workloads for groups in matrix.SETS.values() for group in groups)
+        assert any(
+            target.workload == Entry.parse(text).workload.name
+            for groups in matrix.SETS.values()
+            for group in groups
+            for text in group.workloads
+        )
     results = Results(tmp_path)
     groups = (matrix.Group(("text@10", "mix@1"), ("spaceserve", "stock"), 2),)
     assert [(r, w) for _, r, w in matrix.missing(results, "m", groups)] == [

@@ -96,7 +96,8 @@ def build_body(request: TraceRequest, *, api: str, model: str) -> bytes:
 
 
 def write_bodies(trace: Trace, path: Path, *, api: str, model: str, workers: int | None = None) -> BodyFile:
-    """Render and encode every request of ``trace`` into ``path``, on ``workers`` processes (all cores but one)."""
+    """Render and encode every request of ``trace`` into ``path``, on ``workers`` processes (all cores but one), which
+    give way to others: servers may be starting."""
     workers = workers or max(1, (os.cpu_count() or 2) - 1)
     build = partial(build_body, api=api, model=model)
     spans = []
@@ -105,7 +106,7 @@ def write_bodies(trace: Trace, path: Path, *, api: str, model: str, workers: int
             bodies: Iterator[bytes] = map(build, trace.requests)
             spans = [_append(file, body) for body in bodies]
         else:
-            with ProcessPoolExecutor(workers) as pool:
+            with ProcessPoolExecutor(workers, initializer=os.nice, initargs=(10,)) as pool:
                 spans = [_append(file, body) for body in pool.map(build, trace.requests, chunksize=2)]
     return BodyFile(path, tuple(spans))
 

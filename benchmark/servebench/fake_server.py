@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,15 @@ from aiohttp import web
 @dataclass
 class Script:
     """Delays in ms. ``stall_ms`` is added before the token at ``stall_at`` (0 for none); requests whose number is in
-    ``fail`` get a 400. ``seen`` collects the bodies' digests in order of arrival, ``flushes`` counts flushes."""
+    ``fail`` get a 400; at request number ``die_at`` the server ends (0: never). ``seen`` collects the bodies' digests
+    in order of arrival, ``flushes`` counts flushes."""
 
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
     stall_at: int = 0
     stall_ms: float = 0.0
     fail: tuple[int, ...] = ()
+    die_at: int = 0
     seen: list[str] = field(default_factory=list)
     flushes: int = 0
     mode: str = "sis"
@@ -61,6 +64,8 @@ def make_app(script: Script) -> web.Application:
         raw = await request.read()
         number = len(script.seen)
         script.seen.append(hashlib.sha256(raw).hexdigest())
+        if script.die_at and number >= script.die_at:
+            os._exit(9)
         if number in script.fail:
             return web.json_response({"error": "scripted"}, status=400)
         body = json.loads(raw)
@@ -130,8 +135,9 @@ def main() -> None:
     parser.add_argument("--tpot-ms", type=float, default=0.0)
     parser.add_argument("--stall-at", type=int, default=0)
     parser.add_argument("--stall-ms", type=float, default=0.0)
+    parser.add_argument("--die-at", type=int, default=0)
     options = parser.parse_args()
-    script = Script(options.ttft_ms, options.tpot_ms, options.stall_at, options.stall_ms)
+    script = Script(options.ttft_ms, options.tpot_ms, options.stall_at, options.stall_ms, die_at=options.die_at)
     web.run_app(make_app(script), host=options.host, port=options.port, print=None, handle_signals=True)
 
 

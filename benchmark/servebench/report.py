@@ -12,6 +12,7 @@ from typing import Any
 
 from servebench import bound_model
 from servebench.matrix import TARGETS, Target
+from servebench.memory import gpu_mib, memory_lines
 from servebench.metrics import DEFAULT_LIMITS_MS
 from servebench.results import FAILED, Results
 from servebench.workload import MIX_SIZES, Workload
@@ -49,13 +50,6 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def gpu_mib(arm: dict[str, Any]) -> float | None:
-    """GPU memory of an arm: the sum over processes where the driver names them, else what is in use at all."""
-    memory = arm.get("memory_after") or {}
-    parts = [row["mib"] for row in memory.get("gpu_processes", []) if row["mib"]]
-    return float(sum(parts)) if parts else memory.get("gpu_used_mib")
 
 
 def collect(slices: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
@@ -151,6 +145,11 @@ def workload_section(
     late = [name for name, runs in arms.items() if any(run["summary"].get("client_was_late") for run in runs)]
     output_len = _output_len(arms)
     note = describe_bound(bounds, parsed, rate, output_len)
+    together = sum(
+        bool(run["memory_after"].get("others_up")) for runs in arms.values() for run in runs if "memory_after" in run
+    )
+    if together:
+        note += f" In {together} runs other arms' servers were up and idle; GPU memory is of the arm's own processes."
     if late:
         note += f" **The client was late in runs of {', '.join(sorted(late))}: their TTFT is too high.**"
     return f"### {model}, {workload}\n\n{markdown(header, rows)}\n\n{note}\n"
@@ -201,6 +200,45 @@ def _trace_of(data: dict[str, Any]) -> tuple[str, str, int]:
     return data["model"], data["workload"], data["repeat"]
 
 
+def target_limits(target: Target, slices: Sequence[dict[str, Any]], text_ms: float | None) -> dict[str, float | None]:
+    """The target's limits by figure; None where it has none or stock was not measured.
+
+    ``slices`` are those of the target's workload. Stock's figure is the mean over traces of the better setting's:
+    settings that did not fit into one call ran on the same trace in another.
+    """
+
+    def stock(key: str, factor: float | None, *, largest: bool = False) -> float | None:
+        groups: dict[tuple[str, str, int], list[dict[str, Any]]] = defaultdict(list)
+        for data in slices:
+            groups[_trace_of(data)].append(data)
+        spread = Spread.of(best_stock(group, key, largest=largest) for group in groups.values())
+        return None if spread is None or factor is None else spread.mean * factor
+
+    tpot = target.tpot_ms
+    if target.tpot_of_text is not None:
+        tpot = None if text_ms is None else target.tpot_of_text * text_ms
+    elif target.tpot_of_stock is not None:
+        tpot = stock("tpot_mean_ms", target.tpot_of_stock)
+    return {
+        "tpot_mean_ms": tpot,
+        "longest_gap_ms": target.gap_ms,
+        "ttft_mean_ms": stock("ttft_mean_ms", target.ttft_of_stock),
+        GOODPUT_KEY: stock(GOODPUT_KEY, target.goodput_of_stock, largest=True),
+        "saturation_rate": stock("saturation_rate", target.saturation_of_stock, largest=True),
+    }
+
+
+def text_tpot_ms(slices: Iterable[dict[str, Any]]) -> float | None:
+    """TPOT (ms) of stock without images: the mean over its text-only runs."""
+    texts = Spread.of(best_stock([data], "tpot_mean_ms") for data in slices if _is_text_only(data["workload"]))
+    return texts.mean if texts else None
+
+
+def _is_text_only(workload: str) -> bool:
+    parsed = Workload.parse(workload)
+    return (parsed.kind, parsed.rate) == ("text", 10.0)
+
+
 def check_target(target: Target, slices: Sequence[dict[str, Any]], text_tpot_ms: float | None) -> list[str] | None:
     """A row of the target table for SpaceServe's defaults; None where the workload was not measured."""
     pairs = []
@@ -220,30 +258,18 @@ def check_target(target: Target, slices: Sequence[dict[str, Any]], text_tpot_ms:
         relation = "at least" if above else "at most"
         return f"{value.show(digits)}, {relation} {limit.mean:.{digits}f}: {'met' if met else '**missed**'}"
 
-    def stock(key: str, factor: float, *, largest: bool = False) -> list[float | None]:
-        # Settings that did not fit into one call ran on the same trace in another.
-        same = [[d for d in slices if _trace_of(d) == _trace_of(data)] for _, data in pairs]
-        values = [best_stock(group, key, largest=largest) for group in same]
-        return [None if value is None else value * factor for value in values]
-
     def ours(key: str) -> list[float | None]:
         return [summary.get(key) for summary, _ in pairs]
 
-    tpot_limits: list[float | None] = [target.tpot_ms]
-    if target.tpot_of_text is not None:
-        tpot_limits = [None if text_tpot_ms is None else target.tpot_of_text * text_tpot_ms]
-    elif target.tpot_of_stock is not None:
-        tpot_limits = stock("tpot_mean_ms", target.tpot_of_stock)
-    cells.append(cell(ours("tpot_mean_ms"), tpot_limits, 2))
-    cells.append(cell(ours("longest_gap_ms"), [target.gap_ms], 0))
-    ttft_limits = stock("ttft_mean_ms", target.ttft_of_stock) if target.ttft_of_stock is not None else [None]
-    cells.append(cell(ours("ttft_mean_ms"), ttft_limits, 0))
+    traces = {_trace_of(data) for _, data in pairs}
+    limits = target_limits(target, [data for data in slices if _trace_of(data) in traces], text_tpot_ms)
+    cells.append(cell(ours("tpot_mean_ms"), [limits["tpot_mean_ms"]], 2))
+    cells.append(cell(ours("longest_gap_ms"), [limits["longest_gap_ms"]], 0))
+    cells.append(cell(ours("ttft_mean_ms"), [limits["ttft_mean_ms"]], 0))
     if target.goodput_of_stock is not None:
-        limits = stock(GOODPUT_KEY, target.goodput_of_stock, largest=True)
-        cells.append("goodput " + cell(ours(GOODPUT_KEY), limits, 2, above=True))
+        cells.append("goodput " + cell(ours(GOODPUT_KEY), [limits[GOODPUT_KEY]], 2, above=True))
     elif target.saturation_of_stock is not None:
-        limits = stock("saturation_rate", target.saturation_of_stock, largest=True)
-        cells.append("S " + cell(ours("saturation_rate"), limits, 2, above=True))
+        cells.append("S " + cell(ours("saturation_rate"), [limits["saturation_rate"]], 2, above=True))
     else:
         cells.append("-")
     return [target.workload, str(len(pairs)), *cells]
@@ -251,13 +277,12 @@ def check_target(target: Target, slices: Sequence[dict[str, Any]], text_tpot_ms:
 
 def targets_table(slices: Sequence[dict[str, Any]]) -> str:
     """Targets against measurements; the text-only TPOT is the mean over stock's text-only runs."""
-    texts = [best_stock([data], "tpot_mean_ms") for data in slices if data["workload"] == "text@10"]
-    text = Spread.of(texts)
-    rows = [row for target in TARGETS if (row := check_target(target, slices, text.mean if text else None))]
+    text = text_tpot_ms(slices)
+    rows = [row for target in TARGETS if (row := check_target(target, slices, text))]
     if not rows:
         return "None of the target workloads was measured yet."
     header = ["workload", "slices", "TPOT mean ms", "longest gap ms", "TTFT mean ms", "other"]
-    return markdown(header, rows) + (f"\n\nText-only TPOT of stock: {text.show(2)} ms." if text else "")
+    return markdown(header, rows) + (f"\n\nText-only TPOT of stock: {text:.2f} ms." if text else "")
 
 
 def bounds_table(results: Results) -> str:
@@ -299,7 +324,10 @@ def report(results: Results) -> str:
         parts += ["", "## Targets (Qwen2-VL-7B, one H200)", ""]
         parts += [targets_table([data for data in slices if "7b" in data["model"].lower()])]
     parts += ["", "## Relative to the best stock figure of the same slice", "", pairs_table(slices)]
-    parts += ["", "## Costs of a request's parts and the bound", "", bounds_table(results), "", "## Workloads", ""]
+    parts += ["", "## Costs of a request's parts and the bound", "", bounds_table(results), "", "## Memory", ""]
+    parts += [f"    {line}" for line in memory_lines(slices)]
+    parts += ["", "GiB; `rest` is what no log names: contexts, workspaces, cached blocks of the allocator.", ""]
+    parts += ["## Workloads", ""]
     for (model, workload), arms in sorted(collect(slices).items()):
         rates = {data["trace"]["rate"] for data in slices if (data["model"], data["workload"]) == (model, workload)}
         parts.append(workload_section(model, workload, arms, load_bounds(results, model), max(rates)))

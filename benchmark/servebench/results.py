@@ -86,10 +86,13 @@ class Results:
         return [data for data in loaded if status is None or data["status"] == status]
 
     def saturation(self, model: str, workload: Workload) -> float | None:
-        """S in requests per second: the best stock arm's median over the repeats measured so far; None if unknown."""
+        """S in requests per second: the best stock arm's median over the repeats measured so far; None if unknown.
+
+        A slice in which another arm failed counts too.
+        """
         rates: dict[str, list[float]] = {}
         wanted = Workload.parse(workload.saturation_name)
-        for data in self.slices():
+        for data in self.slices(None):
             measured = Workload.parse(data["workload"])
             if data["model"] != model or (measured.kind, measured.size) != (wanted.kind, wanted.size):
                 continue
@@ -127,6 +130,8 @@ class Results:
     def bundle(self, path: Path, files: Iterable[Path] | None = None) -> None:
         """Pack what this run wrote; unpack it with ``tar xzf FILE -C RESULTS``."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(path, "w:gz") as archive:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with tarfile.open(temporary, "w:gz") as archive:
             for file in dict.fromkeys(files if files is not None else self.written):
                 archive.add(file, arcname=str(file.relative_to(self.root)))
+        temporary.replace(path)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,15 @@ from servebench.arms import Arm
 from servebench.bodies import APIS, BodyFile, write_bodies
 from servebench.client import RequestRecord
 from servebench.environment import describe
+from servebench.matrix import Entry, entry_key
+from servebench.memory import log_figures
 from servebench.results import DONE, FAILED, Results, SliceKey
 from servebench.workload import ImageSpec, Trace, TraceRequest, Workload
 
 SCHEMA = 1
 WARMUP_SEED = 1 << 50
+# Stands for a request without an image among the sizes to warm up.
+TEXT_SIZE = (0, 0)
 BUSY_GPU_MIB = 2048
 
 
@@ -52,13 +56,13 @@ class SessionConfig:
 
 @dataclass
 class Job:
-    """One workload of the session with everything that the client needs."""
+    """One workload of the session with everything that the client needs; ``names`` are the arms that it runs on."""
 
     workload: Workload
     key: SliceKey
     trace: Trace
     bodies: BodyFile
-    warmup: BodyFile
+    names: tuple[str, ...]
     arms: list[dict[str, Any]]
 
     def estimate_s(self) -> float:
@@ -69,56 +73,75 @@ class Job:
 
 
 class Session:
-    """Runs arms x workloads; what does not fit into the time budget is left out before anything starts."""
+    """Runs arms x workloads; what does not fit into the time budget is left out before anything starts.
 
-    def __init__(self, config: SessionConfig, arms: Sequence[Arm], workloads: Sequence[Workload]) -> None:
+    ``on_stored`` is called after each slice that was written.
+    """
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        arms: Sequence[Arm],
+        workloads: Sequence[Workload | Entry],
+        on_stored: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config = config
         # Alternate which arm goes first, so that drift of the machine (heat, clocks) does not favour one.
         self.arms = list(arms) if config.repeat % 2 == 0 else list(reversed(arms))
-        self.workloads = list(workloads)
+        self.entries = [item if isinstance(item, Entry) else Entry(item) for item in workloads]
+        names = {arm.name for arm in arms}
+        for entry in self.entries:
+            if not names.issuperset(entry.arms):
+                raise ValueError(f"{entry.name} names an arm that is not among {sorted(names)}")
         self.results = Results(config.results)
         self.end = time.monotonic() + config.budget_s
         self.failures: list[str] = []
+        self._on_stored = on_stored
+        self._warm_sizes: dict[str, set[tuple[int, int]]] = {}
+        self._warm_bodies: dict[tuple[tuple[int, int], ...], BodyFile] = {}
 
-    def missing(self) -> list[Workload]:
-        """Workloads whose slice is not done yet (failed ones are run again only where asked)."""
+    def missing(self) -> list[Entry]:
+        """Entries whose slice is not done yet (failed ones are run again only where asked)."""
         wanted = []
-        for workload in self.workloads:
-            status = self.results.status(self._key(workload))
+        for entry in self.entries:
+            status = self.results.status(self._key(entry))
             if status is None or (status == FAILED and self.config.retry_failed):
-                wanted.append(workload)
+                wanted.append(entry)
         return wanted
 
-    def _key(self, workload: Workload) -> SliceKey:
-        return SliceKey(
-            self.config.model_name, workload.name, tuple(sorted(arm.name for arm in self.arms)), self.config.repeat
+    def _key(self, entry: Entry) -> SliceKey:
+        return entry_key(self.config.model_name, entry, [arm.name for arm in self.arms], self.config.repeat)
+
+    def _trace(self, workload: Workload) -> Trace:
+        config = self.config
+        return self.results.trace(
+            config.model_name,
+            workload,
+            config.repeat,
+            seed=config.seed,
+            output_len=config.output_len,
+            num_words=config.num_words,
+            scale=config.scale,
         )
+
+    def _bodies(self, trace: Trace) -> BodyFile:
+        """The trace's request bodies, in a file that lives with this run only, named by the trace's content."""
+        path = self.config.work_dir / f"{trace.digest[:16]}.bodies"
+        return write_bodies(trace, path, api=self.config.api, model=self.config.model)
 
     def prepare(self) -> list[Job]:
         """Draw traces and build bodies for as many of the missing workloads as fit into the budget."""
         jobs: list[Job] = []
-        config = self.config
-        starts_s = sum(len(arm.servers) for arm in self.arms) * config.start_estimate_s
-        for workload in self.missing():
-            trace = self.results.trace(
-                config.model_name,
-                workload,
-                config.repeat,
-                seed=config.seed,
-                output_len=config.output_len,
-                num_words=config.num_words,
-                scale=config.scale,
-            )
-            # Bodies live with this run only, so name them by the trace's content.
-            stem = config.work_dir / trace.digest[:16]
-            job = Job(workload, self._key(workload), trace, BodyFile(stem, ()), BodyFile(stem, ()), [])
-            planned = starts_s + len(self.arms) * sum(other.estimate_s() for other in [*jobs, job])
+        starts_s = sum(len(arm.servers) for arm in self.arms) * self.config.start_estimate_s
+        for entry in self.missing():
+            trace = self._trace(entry.workload)
+            names = entry.arms_of([arm.name for arm in self.arms])
+            job = Job(entry.workload, self._key(entry), trace, BodyFile(Path(), ()), names, [])
+            planned = starts_s + sum(len(other.names) * other.estimate_s() for other in [*jobs, job])
             if planned > self.end - time.monotonic():
-                print(f"no time left for {workload.name}: {planned:.0f} s planned", flush=True)
+                print(f"no time left for {entry.name}: {planned:.0f} s planned", flush=True)
                 continue
-            job.bodies = write_bodies(trace, stem.with_suffix(".bodies"), api=config.api, model=config.model)
-            warmup = warmup_trace(trace, config.warmup_rounds)
-            job.warmup = write_bodies(warmup, stem.with_suffix(".warmup"), api=config.api, model=config.model)
+            job.bodies = self._bodies(trace)
             jobs.append(job)
         return jobs
 
@@ -127,41 +150,39 @@ class Session:
         jobs = self.prepare()
         if not jobs:
             return []
-        session_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        session_id = new_session_id()
+        environment = self._describe()
+        for order, arm in enumerate(self.arms):
+            own = [job for job in jobs if arm.name in job.names]
+            if not own:
+                continue
+            print(f"[{self.end - time.monotonic():.0f} s left] arm {arm.name}", flush=True)
+            self._run_arm(order, arm, own)
+            for job in own:
+                self._store(job, session_id, environment)
+        return jobs
+
+    def _describe(self) -> dict[str, Any]:
         environment = describe(self.config.repo)
         if (environment["gpu_used_before_mib"] or 0) > BUSY_GPU_MIB:
             print(f"WARNING: the GPU holds {environment['gpu_used_before_mib']} MiB before anything starts", flush=True)
-        for order, arm in enumerate(self.arms):
-            remaining_s = self.end - time.monotonic()
-            print(f"[{remaining_s:.0f} s left] arm {arm.name}", flush=True)
-            self._run_arm(order, arm, jobs)
-            for job in jobs:
-                self._store(job, session_id, environment)
-        return jobs
+        return environment
 
     def run_on(self, groups: Mapping[str, Sequence[servers.Server]], environment: dict[str, Any]) -> list[Job]:
         """Run everything on servers that are up, ``groups`` by the arm's name. Raises ServerFailed."""
         jobs = self.prepare()
         for order, arm in enumerate(self.arms):
-            head = {"arm": arm.name, "ours": arm.ours, "order": order}
             for job in jobs:
-                commands = [server.template for server in arm.servers]
-                job.arms.append({**head, "commands": commands, **self._run_workload(job, groups[arm.name])})
+                if arm.name in job.names:
+                    measured = self._run_workload(job, arm.name, groups[arm.name])
+                    job.arms.append({**arm_head(arm, order), **measured})
         for job in jobs:
-            self._store(job, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), environment)
+            self._store(job, new_session_id(), environment)
         return jobs
 
     def _run_arm(self, order: int, arm: Arm, jobs: Sequence[Job]) -> None:
         config = self.config
-        commands = [server.template for server in arm.servers]
-        base: dict[str, Any] = {
-            "arm": arm.name,
-            "ours": arm.ours,
-            "order": order,
-            "commands": commands,
-            "env": {key: value for server in arm.servers for key, value in server.env.items()},
-            "mps_by_runner": arm.needs_mps,
-        }
+        base = arm_head(arm, order)
         begin = time.monotonic()
         done = 0
         try:
@@ -171,7 +192,7 @@ class Session:
             ) as group:
                 start_s = round(time.monotonic() - begin, 1)
                 for job in jobs:
-                    measured = self._run_workload(job, group)
+                    measured = self._run_workload(job, arm.name, group)
                     job.arms.append({**base, "start_s": start_s, **measured})
                     done += 1
                     print("  " + one_line(job.workload.name, arm.name, measured["summary"]), flush=True)
@@ -182,20 +203,44 @@ class Session:
             for job in jobs[done:]:
                 job.arms.append({**base, "error": message, "summary": {}, "requests": []})
 
-    def _run_workload(self, job: Job, group: Sequence[servers.Server]) -> dict[str, Any]:
+    def _warm(self, job: Job, arm: str, group: Sequence[servers.Server]) -> None:
+        """Send the sizes of the job that this server has not seen. Raises ServerFailed.
+
+        Each alone, then eight at a time, with the caches flushed between: single and batched shapes are both compiled,
+        tuned and in the allocator's cache.
+        """
+        config, server = self.config, group[-1]
+        done = self._warm_sizes.setdefault(arm, set())
+        sizes = tuple(size for size in [TEXT_SIZE, *job.trace.resolutions] if size not in done)
+        if not sizes:
+            return
+        if sizes not in self._warm_bodies:
+            trace = warmup_trace(job.trace, config.warmup_rounds, sizes)
+            path = config.work_dir / f"{len(self._warm_bodies)}.warmup"
+            self._warm_bodies[sizes] = write_bodies(trace, path, api=config.api, model=config.model)
+        bodies = self._warm_bodies[sizes]
+        for concurrency in (1, 8):
+            url = server.url + APIS[config.api]
+            records = self._client(bodies, [0.0] * len(bodies.spans), url, (concurrency,), 120.0)
+            problem = next((record.error for record in records if record.error), "")
+            if problem:
+                raise servers.ServerFailed(f"warm-up for {job.workload.name} failed: {problem}\n{server.tail()}")
+            servers.flush(server.url)
+        done.update(sizes)
+
+    def _run_workload(
+        self, job: Job, arm: str, group: Sequence[servers.Server], idle: Sequence[servers.Server] = ()
+    ) -> dict[str, Any]:
+        """Warm up, flush, replay the trace, flush. ``idle`` are servers of other arms that are up meanwhile."""
         config, server = self.config, group[-1]
         url = server.url + APIS[config.api]
-        # Each resolution alone, then together: single and batched shapes are both compiled, tuned and cached.
-        warm = self._client(job.warmup, [0.0] * len(job.warmup.spans), url, (1, 8), 120.0)
-        if any(record.error for record in warm):
-            problem = next(record.error for record in warm if record.error)
-            raise servers.ServerFailed(f"warm-up of {job.workload.name} failed: {problem}\n{server.tail()}")
+        self._warm(job, arm, group)
         flushed = servers.flush(server.url)
         before = servers.memory(list(group))
         left_s = self.end - time.monotonic()
         duration_s = 120.0 if job.trace.concurrency else job.trace.duration_s
         timeout_s = max(5.0, min(duration_s + config.drain_s, left_s - 5.0))
-        others = servers.OtherWork(list(group))
+        others = servers.OtherWork([*group, *idle])
         records = self._client(
             job.bodies, [r.arrival_s for r in job.trace.requests], url, (job.trace.concurrency,), timeout_s
         )
@@ -207,7 +252,7 @@ class Session:
             "client_timeout_s": round(timeout_s, 1),
             "cores_used_elsewhere": round(elsewhere, 2),
             "summary": metrics.summarise(records, concurrency=job.trace.concurrency),
-            "server": servers.describe_server(server.url),
+            "server": {**servers.describe_server(server.url), "log": log_figures(group)},
             "memory_before": before,
             "memory_after": servers.memory(list(group)),
             "requests": [metrics.compact(record) for record in records],
@@ -229,9 +274,8 @@ class Session:
 
     def _store(self, job: Job, session_id: str, environment: dict[str, Any]) -> None:
         """Write the slice; it counts as done when every arm ran, and as failed when one could not."""
-        names = [arm["arm"] for arm in job.arms]
         failed = any("error" in arm for arm in job.arms)
-        if len(names) < len(self.arms) and not failed:
+        if len(job.arms) < len(job.names) and not failed:
             return
         config = self.config
         self.results.save_slice(
@@ -256,9 +300,31 @@ class Session:
                     "bodies_bytes": sum(length for _, length in job.bodies.spans),
                 },
                 "environment": environment,
+                "servers_up_together": self._together(),
                 "arms": job.arms,
             },
         )
+        self._on_stored()
+
+    def _together(self) -> list[str]:
+        """Names of the arms whose servers were up at the same time; none where each arm had the GPU to itself."""
+        return []
+
+
+def new_session_id() -> str:
+    return time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+
+
+def arm_head(arm: Arm, order: int) -> dict[str, Any]:
+    """What a slice says of an arm before any figure; ``order`` is its place in the order of running."""
+    return {
+        "arm": arm.name,
+        "ours": arm.ours,
+        "order": order,
+        "commands": [server.template for server in arm.servers],
+        "env": {key: value for server in arm.servers for key, value in server.env.items()},
+        "mps_by_runner": arm.needs_mps,
+    }
 
 
 def run_client(
@@ -293,12 +359,18 @@ def run_client(
     return [RequestRecord(**row) for row in json.loads(out.read_text())]
 
 
-def warmup_trace(trace: Trace, rounds: int) -> Trace:
-    """``rounds`` requests for every resolution of ``trace``, plus a text one, with images that it does not hold."""
+def warmup_trace(trace: Trace, rounds: int, sizes: Sequence[tuple[int, int]] | None = None) -> Trace:
+    """``rounds`` requests for each of ``sizes`` (TEXT_SIZE: one without an image) with images that ``trace`` does not
+    hold; all of its resolutions and a text unless given."""
     kinds = {(image.width, image.height): image for request in trace.requests for image in request.images}
-    requests = [TraceRequest(0, 0.0, (), (WARMUP_SEED,), 64, 16)]
+    wanted = [TEXT_SIZE, *trace.resolutions] if sizes is None else sizes
+    requests: list[TraceRequest] = []
+    if TEXT_SIZE in wanted:
+        requests.append(TraceRequest(0, 0.0, (), (WARMUP_SEED,), 64, 16))
     for _ in range(rounds):
-        for size in trace.resolutions:
+        for size in wanted:
+            if size == TEXT_SIZE:
+                continue
             seed = WARMUP_SEED + 2 * len(requests)
             image: ImageSpec = replace(kinds[size], seed=seed)
             requests.append(TraceRequest(len(requests), 0.0, (image,), (seed,), 64, 16))

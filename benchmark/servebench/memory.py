@@ -1,0 +1,102 @@
+"""GPU memory of an arm, item by item: per process from the driver, and what the servers' logs say of its parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from servebench.servers import Server
+
+GIB = 1 << 30
+# What the logs of SGLang 0.5.17 (GB there are 2^30 bytes) and of SpaceServe's encoder worker (10^9) say.
+WEIGHTS = re.compile(r"Load weight end\..*?mem usage=([\d.]+) GB")
+KV = re.compile(
+    r"KV Cache is allocated\..*?#tokens: (\d+), (?:K size: ([\d.]+) GB, V size: ([\d.]+)|KV size: ([\d.]+)) GB"
+)
+GRAPHS = re.compile(r"Capture [^\n]*? end\..*?mem usage=([\d.]+) GB")
+WORKER = re.compile(
+    r"Encoder worker ready: ([\d.]+) M parameters, features of \d+ x torch\.(\w+), store of \d+ tokens \(([\d.]+) GB\)"
+)
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def log_figures(group: Iterable[Server]) -> dict[str, float]:
+    """Sizes in GiB that the arm's logs name (``weights, kv, graphs, slab, encoder_weights``), and ``kv_tokens``.
+
+    ``weights`` and ``graphs`` are differences of free memory on the GPU: wrong where other servers started meanwhile.
+    """
+    return parse_log("\n".join(server.log.read_text(errors="replace") for server in group if server.log.exists()))
+
+
+def parse_log(text: str) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    if weights := WEIGHTS.findall(text):
+        figures["weights"] = sum(map(float, weights))
+    if kv := KV.findall(text):
+        figures["kv_tokens"] = float(kv[-1][0])
+        figures["kv"] = sum(float(value) for value in kv[-1][1:] if value)
+    if graphs := GRAPHS.findall(text):
+        figures["graphs"] = round(sum(map(float, graphs)), 2)
+    if worker := WORKER.findall(text):
+        parameters, dtype, slab = worker[-1]
+        figures["encoder_weights"] = round(float(parameters) * 1e6 * DTYPE_BYTES.get(dtype, 2) / GIB, 2)
+        figures["slab"] = round(float(slab) * 1e9 / GIB, 2)
+    return figures
+
+
+def own_processes(arm: dict[str, Any]) -> list[tuple[str, float]]:
+    """(process, GiB) of the arm's processes on the GPU, the largest first; none where the driver hides them.
+
+    Slices stored before processes were told apart hold one arm's only.
+    """
+    rows = (arm.get("memory_after") or {}).get("gpu_processes", [])
+    found = [(row["name"], row["mib"] / 1024) for row in rows if row["mib"] and row.get("own", True)]
+    return sorted(found, key=lambda row: -row[1])
+
+
+def gpu_mib(arm: dict[str, Any]) -> float | None:
+    """GPU memory of an arm: the sum over its processes where the driver names them. Else what is in use at all, which
+    is None where other arms' servers were up too."""
+    if parts := own_processes(arm):
+        return sum(gib for _, gib in parts) * 1024
+    memory = arm.get("memory_after") or {}
+    return None if memory.get("others_up") else memory.get("gpu_used_mib")
+
+
+def items(arm: dict[str, Any], together: bool) -> dict[str, float]:
+    """Parts of the arm's memory in GiB that are known; ``rest`` is what none of them names: contexts, workspaces, the
+    allocator's cache. Without ``weights`` and ``graphs`` for servers that started together."""
+    figures = dict((arm.get("server") or {}).get("log", {}))
+    if together:
+        for name in ("weights", "graphs"):
+            figures.pop(name, None)
+    tokens = figures.pop("kv_tokens", None)
+    total = gpu_mib(arm)
+    if total is not None:
+        figures["rest"] = round(total / 1024 - sum(figures.values()), 2)
+        figures["total"] = round(total / 1024, 2)
+    if tokens is not None:
+        figures["kv_tokens"] = tokens
+    return figures
+
+
+def memory_lines(slices: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """One or two short lines for each arm, from its last slice, those where it had the GPU to itself first."""
+    latest: dict[tuple[str, str], tuple[bool, str, dict[str, Any]]] = {}
+    for data in sorted(slices, key=lambda data: data.get("session", "")):
+        together = bool(data.get("servers_up_together"))
+        for arm in data["arms"]:
+            key = (data["model"], arm["arm"])
+            if arm.get("memory_after") and not (together and key in latest and not latest[key][0]):
+                latest[key] = (together, data["workload"], arm)
+    for (_, name), (together, workload, arm) in sorted(latest.items()):
+        known = items(arm, together)
+        tokens = known.pop("kv_tokens", None)
+        parts = ", ".join(f"{label.replace('_', ' ')} {gib:.2f}" for label, gib in known.items() if label != "total")
+        total = f"{known['total']:.2f}" if "total" in known else "?"
+        kv = f" at {tokens:.0f} tokens" if tokens else ""
+        yield f"{name}: {total} GiB{kv}: {parts}"
+        processes = ", ".join(f"{process} {gib:.2f}" for process, gib in own_processes(arm))
+        where = "servers up together: own processes only" if together else "alone on the GPU"
+        yield f"  after {workload}, {where}{': ' if processes else ''}{processes}"
