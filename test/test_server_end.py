@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 import requests
 
 from servers import Server, picture_url, running, user
+from spaceserve import reaper
 
 pytestmark = pytest.mark.cpu
 
@@ -136,6 +138,13 @@ def test_without_an_encoder_worker_it_is_stock() -> None:
         assert not any("spaceserve::encoder" in title for title in titles)
 
 
+def test_the_reaper_knows_a_semaphore_by_the_name_that_it_has() -> None:
+    """A process that is killed leaves it, and what maps shows is not its name."""
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    name = semaphore._semlock.name  # type: ignore[attr-defined]
+    assert f"/dev/shm/sem.{name.lstrip('/')}" in reaper._semaphores(os.getpid())
+
+
 def test_the_reaper_waits_for_its_launcher(tmp_path: Path) -> None:
     """It ends what the launcher started and removes what was named, and only after the launcher has gone."""
     code = f"""
@@ -172,7 +181,10 @@ time.sleep(600)
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     deadline_s = time.monotonic() + 20
-    while time.monotonic() < deadline_s and (segment.exists() or any(map(psutil.pid_exists, children))):
+    files = (segment, tmp_path / "run", tmp_path / "extra")
+    while time.monotonic() < deadline_s and (
+        any(path.exists() for path in files) or any(map(psutil.pid_exists, children))
+    ):
         time.sleep(0.1)
     assert not segment.exists()
     assert not any(map(psutil.pid_exists, children))

@@ -92,12 +92,23 @@ def _descendants(launcher_pid: int) -> dict[int, str]:
 
 
 def _semaphores(pid: int) -> set[str]:
-    """Named semaphores that the process has mapped; Python leaves its own behind in a process that is killed."""
+    """Named semaphores that the process has mapped; Python leaves its own behind in a process that is killed.
+
+    By their inodes: what maps shows is the temporary name under which the C library made the file.
+    """
     try:
-        maps = (PROC / str(pid) / "maps").read_text(errors="replace")
+        lines = (PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    return {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/dev/shm/sem." in line}
+    mapped = {int(line.split(maxsplit=5)[4]) for line in lines if f"{SHM_DIR}/sem." in line}
+    found = set()
+    for path in SHM_DIR.glob("sem.*") if mapped else ():
+        try:
+            if path.stat().st_ino in mapped:
+                found.add(str(path))
+        except FileNotFoundError:
+            continue
+    return found
 
 
 def _watch(launcher_pid: int) -> tuple[dict[int, str], set[str]]:
