@@ -3,7 +3,8 @@
   sm_modes.py measure --model DIR --out FOLDER [--modes sis sis:8 static:68 off ...] [--phases NAME=S:LOAD+LOAD ...]
   sm_modes.py report FOLDER
 
-A pass is the whole trace (phases.py) under one mode (`--sm-partition`'s words). All passes have the same arrivals and
+A pass is the whole trace (phases.py) under one mode (`--sm-partition`'s words; those with `both+`
+need `--ours-flags "--sm-partition both+sis"`, which captures decode's graphs). All passes have the same arrivals and
 images; caches are emptied between them. Repeats run the modes in the opposite order, so that drift of the machine
 favours none. A pass that is in FOLDER is not run again, and one that does not fit into `--budget-s` is left for the
 next call. Full records go to FOLDER, a table is printed last.
@@ -60,9 +61,18 @@ def set_mode(url: str, mode: str) -> dict[str, Any]:
 
 
 def split_state(url: str) -> dict[str, Any] | None:
-    """What the server's status page says of its split; None where it has no such page."""
+    """What the server's status page says of its split, and of decode's SMs; None where it has no such page."""
     status, text = servers.http(f"{url}/spaceserve/status")
-    return json.loads(text).get("split") if status == 200 else None
+    if status != 200:
+        return None
+    page = json.loads(text)
+    split: dict[str, Any] | None = page.get("split")
+    return None if split is None else {**split, "decoder": page.get("decoder")}
+
+
+def is_static(mode: str) -> bool:
+    """Whether a mode has one split for everything, whichever sides it masks."""
+    return mode.removeprefix("both+").startswith("static:")
 
 
 def pass_path(folder: Path, mode: str, repeat: int) -> Path:
@@ -165,7 +175,7 @@ class Measurement:
                 num_run += 1
                 whole = result["scores"]["all"]
                 print(
-                    f"[{self.end - time.monotonic():.0f} s left] {mode:12} r{repeat}  latency "
+                    f"[{self.end - time.monotonic():.0f} s left] {mode:15} r{repeat}  latency "
                     f"{whole['latency_ms']:.0f} TTFT {whole['ttft_ms']:.0f} TPOT {whole['tpot_ms']:.2f} ms, "
                     f"failed {whole['num_failed']}",
                     flush=True,
@@ -219,7 +229,7 @@ def compare(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
             latencies = [scores[phase]["latency_ms"] for scores in mine if "latency_ms" in scores[phase]]
             rows[phase]["latency_spread_ms"] = max(latencies, default=0.0) - min(latencies, default=0.0)
         table[mode] = {"repeats": len(mine), "phases": rows}
-    static = [mode for mode in modes if mode.startswith("static:")]
+    static = [mode for mode in modes if is_static(mode)]
     best = {}
     if static:
         for phase in phases:
@@ -242,7 +252,7 @@ def report(folder: Path) -> str:
     write_atomic(folder / "summary.json", json.dumps(found, indent=1) + "\n")
     phases, table = found["phases"], found["modes"]
     lines = ["mean ms to the last token / to the first token / per token; x: over the best static split of the phase"]
-    lines.append(f"{'mode':12} {'n':>2} {'overall':>7} " + " ".join(f"{phase:>27}" for phase in phases))
+    lines.append(f"{'mode':15} {'n':>2} {'overall':>7} " + " ".join(f"{phase:>27}" for phase in phases))
     order = sorted(table, key=lambda mode: (table[mode].get("overall", 0.0), mode))
     for mode in order:
         cells = []
@@ -253,7 +263,7 @@ def report(folder: Path) -> str:
             cells.append(f"{cell + ratio:>27}")
         overall = table[mode].get("overall")
         shown = "-" if overall is None else f"{overall:.3f}"
-        lines.append(f"{mode:12} {table[mode]['repeats']:>2} {shown:>7} " + " ".join(cells))
+        lines.append(f"{mode:15} {table[mode]['repeats']:>2} {shown:>7} " + " ".join(cells))
     failed = {mode: table[mode]["phases"]["all"]["num_failed"] for mode in table}
     if any(failed.values()):
         lines.append(f"failed requests: {failed}")
@@ -266,10 +276,10 @@ def report(folder: Path) -> str:
 def verdict(found: dict[str, Any]) -> list[str]:
     """How near each SIS mode is to the best static split of every phase, and to the best single one overall."""
     table = found["modes"]
-    static = [mode for mode in table if mode.startswith("static:")]
+    static = [mode for mode in table if is_static(mode)]
     single = min(static, key=lambda mode: table[mode]["overall"])
     lines = []
-    for mode in (mode for mode in table if mode.startswith("sis")):
+    for mode in (mode for mode in table if mode.removeprefix("both+").startswith("sis")):
         worst = max(found["phases"], key=lambda phase: table[mode]["phases"][phase]["ratio"])
         farthest = table[mode]["phases"][worst]["ratio"] - 1
         gain = table[mode]["overall"] / table[single]["overall"] - 1

@@ -84,6 +84,21 @@ def test_modes_are_held_against_the_best_static_split_of_every_phase() -> None:
     assert f"{math.sqrt(1.05 * 1.1 / 1.5) - 1:+.1%} overall against the best single one (static:96)" in line
 
 
+def test_splits_that_mask_both_sides_are_static_splits_too() -> None:
+    passes = [
+        one("static:84", light=100.0),
+        one("both+static:84", light=80.0),
+        one("both+sis", light=88.0),
+        one("sis", light=96.0),
+    ]
+    found = sm_modes.compare(passes)
+    assert found["best_static"] == {"light": "both+static:84"}
+    lines = sm_modes.verdict(found)
+    assert [line.split(":")[0] for line in lines] == ["both+sis", "sis"]
+    assert "+10.0% at most" in lines[0]
+    assert sm_modes.pass_path(Path("x"), "both+static:84", 0).name == "both+static-84__r0.json"
+
+
 def test_scores_are_means_of_a_phases_requests() -> None:
     drawn = phased_trace([Phase.parse(text) for text in PHASES], 1, output_len=3, num_words=4, scale=1.0)
     records = []

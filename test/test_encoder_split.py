@@ -28,7 +28,9 @@ from spaceserve.encoder.split import EncoderSplit, make_split, state_changed
 from spaceserve.encoder.split_metrics import SplitMetrics
 from spaceserve.partition import SimulatedPartitioner
 from spaceserve.sis import DecodeState, GpuState, SpaceInferenceScheduler, StateBoardWriter
+from spaceserve.sis.decoder_ladder import DecoderLadder
 from spaceserve.sis.standin import TOTAL_SMS, standin_curves
+from spaceserve.sis.state_board import EncoderBoardReader
 
 pytestmark = pytest.mark.cpu
 
@@ -47,7 +49,7 @@ class Bench:
             CPU,
             mode,
             partitioner_factory=lambda: self.partitioner,
-            sis_factory=lambda partitioner: SpaceInferenceScheduler(standin_curves(), partitioner.rungs),
+            sis_factory=lambda rungs, mask_mode: SpaceInferenceScheduler(standin_curves(), rungs, mask_mode=mask_mode),
             board_name=name,
             **settings,
         )
@@ -351,6 +353,166 @@ def test_the_command_line_reaches_the_split(tmp_path: Path) -> None:
     assert split.snapshot() == {"mode": "off", "partition": "none"}
 
 
+# ---- both sides masked
+
+LADDER = DecoderLadder(total_units=TOTAL_SMS, rungs=(36, 52, 68))  # beside 96, 80 and 64 of the simulated rungs
+
+
+def both_bench(make_bench: Callable[..., Bench], tmp_path: Path, mode: str, request: Any) -> Bench:
+    own_board = f"spaceserve-test-own-{id(request)}"
+    bench = make_bench(mode, own_board_name=own_board, ladder_path=tmp_path / "decoder.json")
+    request.addfinalizer(bench.split._in_use.close)
+    bench.own_board = own_board  # type: ignore[attr-defined]
+    return bench
+
+
+def said(bench: Bench) -> tuple[int, bool]:
+    """What the scheduler reads."""
+    with EncoderBoardReader(bench.own_board) as reader:  # type: ignore[attr-defined]
+        state = reader.read()
+    assert state is not None
+    return state.encoder_units, state.decoder_masked
+
+
+def test_both_sides_are_masked_once_the_scheduler_has_its_graphs(
+    make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bench = both_bench(make_bench, tmp_path, "both+sis", request)
+    no_file = tmp_path / "mode"
+    bench.decode(32)
+    bench.split.follow(no_file)
+    assert said(bench) == (0, False)
+    assert bench.split.snapshot()["mask_mode"] == "encoder"
+    assert "has not said yet" in bench.split.snapshot()["mask_error"]
+    with pytest.raises(ValueError, match="has not said yet"):
+        bench.split.set_mode("both+static:64")
+    LADDER.write(tmp_path / "decoder.json")
+    bench.split.follow(no_file)
+    assert said(bench) == (0, True)
+    snapshot = bench.split.snapshot()
+    assert (snapshot["mode"], snapshot["mask_mode"]) == ("both+sis", "both")
+    assert "mask_error" not in snapshot
+    for waiting in (1, 50):
+        bench.split.num_waiting = lambda waiting=waiting: waiting  # type: ignore[misc]
+        units = bench.encode()
+        assert units in (64, 80, 96)
+        (decision,) = bench.split.snapshot()["decisions"][-1:]
+        assert decision["split"]["decoder_units"] == TOTAL_SMS - units  # what SIS counts on for decode
+    # One running server, the modes against each other.
+    bench.split.set_mode("sis")
+    assert said(bench) == (0, False)
+    bench.encode()
+    assert bench.split.snapshot()["decisions"][-1]["split"]["decoder_units"] == TOTAL_SMS
+    bench.split.set_mode("both+static:80")
+    assert bench.encode() == 80
+    assert said(bench) == (0, True)
+    with pytest.raises(ValueError, match="leave the encoder 96 at most"):
+        bench.split.set_mode("both+static:104")
+    with pytest.raises(ValueError, match="leave the encoder 96 at most"):
+        bench.split.set_mode("both+static:132")
+    assert bench.encode() == 80
+    bench.split.set_mode("off")
+    assert said(bench) == (0, False)
+
+
+def test_where_decode_has_no_graphs_the_encoder_alone_is_masked(
+    make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = both_bench(make_bench, tmp_path, "both+static:104", request)
+    DecoderLadder(reason="there are no CUDA graphs on the device cpu").write(tmp_path / "decoder.json")
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            bench.split.follow(tmp_path / "mode")
+    (record,) = [r for r in caplog.records if "Only the encoder" in r.message]
+    assert "no CUDA graphs on the device cpu" in record.message
+    assert bench.encode() == 104
+    assert said(bench) == (0, False)
+    assert bench.split.snapshot()["mask_mode"] == "encoder"
+    with pytest.raises(ValueError, match="no CUDA graphs on the device cpu"):
+        bench.split.set_mode("both+sis")
+    # The next worker finds the file at once; a split that decode has no group beside is no reason not to start.
+    LADDER.write(tmp_path / "decoder.json")
+    later = make_bench("both+static:104", ladder_path=tmp_path / "decoder.json")
+    assert later.encode() == 104
+    assert "at most" in later.split.snapshot()["mask_error"]
+    assert make_bench("both+sis", ladder_path=tmp_path / "decoder.json").split.snapshot()["mask_mode"] == "both"
+
+
+def test_the_scheduler_reads_where_the_batch_runs(
+    make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bench = both_bench(make_bench, tmp_path, "static:64", request)
+    with bench.split.for_batch(IMAGE) as timing:
+        assert said(bench)[0] == 0  # its images are still being decoded
+        timing.start()
+        assert said(bench)[0] == 64
+        timing.stop()
+        assert said(bench)[0] == 0
+
+    def break_down() -> None:
+        with bench.split.for_batch(IMAGE) as timing:
+            timing.start()
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        break_down()
+    assert said(bench)[0] == 0
+    with bench.split.for_batch(IMAGE):
+        pass  # nothing was left to encode
+    assert said(bench)[0] == 0
+    # Between layers.
+    moving = both_bench(make_bench, tmp_path, "sis:1:2", request)
+    heard: list[int] = []
+
+    def between(index: int) -> None:
+        if index == 3:
+            moving.decode(32)
+        heard.append(said(moving)[0])
+
+    encoder = Encoder(moving, 8, between)
+    moving.split.attach(list(encoder.blocks))
+    run_encoder(moving, encoder)
+    assert heard == encoder.seen
+    assert len(set(heard)) == 2
+
+
+def test_on_a_gpu_a_batch_runs_until_the_device_has_finished_it(
+    make_bench: Callable[..., Bench],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FakeEvent:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None: ...
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            if failing:
+                raise RuntimeError("the device is lost")
+
+        def elapsed_time(self, other: FakeEvent) -> float:
+            return 5.0
+
+    failing = False
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    bench = both_bench(make_bench, tmp_path, "static:64", request)
+    bench.split._device = torch.device("cuda", 0)
+    waits = []
+    for mode in ("static:64", "static:96"):
+        bench.split.set_mode(mode)
+        with bench.split.for_batch(IMAGE) as timing:
+            timing.start()
+            waits.append(timing.stop())
+    assert said(bench)[0] == 64  # the second is launched, the first computes
+    assert waits[0]() == 5.0
+    assert said(bench)[0] == 96
+    failing = True
+    with pytest.raises(RuntimeError, match="lost"):
+        waits[1]()
+    assert said(bench)[0] == 0
+
+
 # ---- the routes
 
 
@@ -403,6 +565,12 @@ def test_the_partition_is_changed_over_http(
         page = client.get(status.STATUS_ROUTE).json()
         assert page["split"]["mode"] == "static:96"
         assert page["mps"] == {"state": "running"}
+        assert page["decoder"] is None
+        DecoderLadder(reason="decode has no graphs").write(Path(channels.decoder_sms_file))
+        assert client.get(status.STATUS_ROUTE).json()["decoder"]["reason"] == "decode has no graphs"
+        refused = client.post(status.SM_PARTITION_ROUTE, json={"mode": "both+static:80"})
+        assert refused.status_code == 400
+        assert "CUDA graphs of decode" in refused.json()["detail"]
         refused = client.post(status.SM_PARTITION_ROUTE, json={"mode": "static:1000"})
         assert refused.status_code == 400
         assert "132" in refused.json()["detail"]

@@ -130,3 +130,51 @@ def test_what_is_not_there_is_refused_with_a_reason() -> None:
         make_partitioner("hip_cu_mask", device="cuda")
     with make_partitioner("none", device="cuda") as made:
         assert made.rungs == (made.total_units,)
+
+
+def peak_concurrency(starts_ns: torch.Tensor, ends_ns: torch.Tensor) -> int:
+    """Most blocks that ran at one moment."""
+    times = torch.cat([starts_ns.cpu(), ends_ns.cpu()])
+    steps = torch.cat([torch.ones(len(starts_ns)), -torch.ones(len(ends_ns))])
+    # Ends before starts of the same moment.
+    order = sorted(range(len(times)), key=lambda i: (int(times[i]), float(steps[i])))
+    return int(steps[order].cumsum(0).max())
+
+
+def test_graphs_of_two_complements_stay_in_them_wherever_they_are_replayed(
+    partitioner: GreenCtxPartitioner, probe: Probe, device: torch.device
+) -> None:
+    """As decode's graphs (scheduler/decode_graphs.py): one pool, captured on complements, replayed on one stream."""
+    total = partitioner.total_units
+    complements = [partitioner.complement_of(rung) for rung in (total // 2, total * 3 // 4)]
+    num_blocks = 4 * total
+    pool = torch.cuda.graph_pool_handle()
+    weight = torch.randn(1024, 1024, device=device)
+    x = torch.randn(32, 1024, device=device)
+    expected = torch.tanh(x @ weight) @ weight
+    replay_stream = torch.cuda.Stream(device)
+    captured = []
+    for group in complements:
+        assert group is not None
+        occupation = probe.new_occupation(num_blocks)
+        with torch.cuda.stream(group.stream):
+            torch.tanh(x @ weight) @ weight  # cuBLAS takes its workspace of this stream
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=group.stream):
+            out = torch.tanh(x @ weight) @ weight
+            probe.occupy(torch.cuda.current_stream(), STAY_NS, occupation)
+        captured.append((group.granted, graph, out, occupation))
+    for granted, graph, out, occupation in (*captured, *captured):  # from one to the other and back
+        with torch.cuda.stream(replay_stream):
+            graph.replay()
+            seen = out.clone()
+        replay_stream.synchronize()
+        torch.cuda.synchronize(device)
+        torch.testing.assert_close(seen, expected, rtol=2e-2, atol=2e-1)
+        # Two blocks fill an SM, and there are enough of them for every SM of the device.
+        assert granted < peak_concurrency(occupation.start_ns, occupation.end_ns) <= 2 * granted
+    everywhere = probe.occupy(replay_stream, STAY_NS, probe.new_occupation(num_blocks))
+    torch.cuda.synchronize(device)
+    largest = max(granted for granted, *_ in captured)
+    assert peak_concurrency(everywhere.start_ns, everywhere.end_ns) > 2 * largest

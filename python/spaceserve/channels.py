@@ -57,6 +57,16 @@ class Channels:
         """File that says how the encoder worker is to choose its SMs, once somebody has changed it."""
         return f"{self.run_dir}/sm-partition"
 
+    @property
+    def decoder_sms_file(self) -> str:
+        """File in which the scheduler says for which groups of SMs it has decode graphs (sis/decoder_ladder.py)."""
+        return f"{self.run_dir}/decoder-sms.json"
+
+    @property
+    def encoder_board(self) -> str:
+        """Name of the segment in which the encoder worker says on how many SMs it runs."""
+        return f"{self.shm_prefix}encoder"
+
     def slab_segment(self, epoch: int) -> str:
         """Name of the slab of one encoder worker, on the CPU."""
         return f"{self.shm_prefix}slab-{epoch}"

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spaceserve.encoder_schedule import DEFAULT_BATCH_CAPACITY_PATCHES, DEFAULT_WINDOW_S, POLICIES, SchedulePolicy
+from spaceserve.sis.policy import MaskMode
 
 ENCODER_WORKER_MODES = ("auto", "on", "off")
+BOTH_PREFIX = "both+"
 
 
 def _setting(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
@@ -33,21 +35,25 @@ class SmPartition:
         num_sms: N of `static:N`.
         decode_weight: W of `sis:W`.
         reconsider_layers: K of `sis:W:K`; overrides `--sm-reconsider-layers`.
+        mask_mode: which sides keep to SMs of their own: "encoder", or "both" after the prefix `both+`.
     """
 
     kind: str
     num_sms: int | None = None
     decode_weight: float | None = None
     reconsider_layers: int | None = None
+    mask_mode: MaskMode = "encoder"
 
     @staticmethod
     def parse(text: str) -> SmPartition:
-        """Raises ValueError for what is none of auto, off, static:N, sis, sis:W and sis:W:K (N, W above 0; K whole)."""
-        kind, *numbers = text.split(":")
-        if not numbers and kind in ("auto", "sis", "off"):
-            return SmPartition(kind=kind)
+        """Raises ValueError for what is none of auto, off, static:N, sis, sis:W and sis:W:K (N, W above 0; K whole),
+        all but off also after `both+`."""
+        mask_mode: MaskMode = "both" if text.startswith(BOTH_PREFIX) else "encoder"
+        kind, *numbers = text.removeprefix(BOTH_PREFIX).split(":")
+        if not numbers and (kind in ("auto", "sis") or (kind == "off" and mask_mode == "encoder")):
+            return SmPartition(kind=kind, mask_mode=mask_mode)
         if kind == "static" and len(numbers) == 1 and numbers[0].isdigit() and int(numbers[0]) > 0:
-            return SmPartition(kind=kind, num_sms=int(numbers[0]))
+            return SmPartition(kind=kind, num_sms=int(numbers[0]), mask_mode=mask_mode)
         if kind == "sis" and len(numbers) <= 2 and all(number.isdigit() for number in numbers[1:]):
             try:
                 weight = float(numbers[0])
@@ -55,8 +61,10 @@ class SmPartition:
                 weight = 0.0
             if 0 < weight < 1e9:
                 layers = int(numbers[1]) if len(numbers) == 2 else None
-                return SmPartition(kind=kind, decode_weight=weight, reconsider_layers=layers)
-        raise ValueError(f"--sm-partition must be auto, sis, sis:W, sis:W:K, off or static:N, got {text!r}")
+                return SmPartition(kind=kind, decode_weight=weight, reconsider_layers=layers, mask_mode=mask_mode)
+        raise ValueError(
+            f"--sm-partition must be auto, sis, sis:W, sis:W:K, static:N (each also after both+) or off, got {text!r}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +128,8 @@ class SpaceServeConfig:
     sm_partition: str = _setting(
         "auto",
         "SMs of the encoder worker: 'sis' (chosen for every batch; 'sis:W' weighs a decode step W times), 'static:N' "
-        "(N SMs), 'off' (no mask), or 'auto' ('sis' on a GPU with MPS, 'off' elsewhere).",
+        "(N SMs), 'off' (no mask), or 'auto' ('sis' on a GPU with MPS, 'off' elsewhere). After 'both+', as in "
+        "'both+sis', decode keeps to the other SMs meanwhile, with CUDA graphs that are captured at the start.",
     )
     sm_reconsider_layers: int = _setting(
         0,

@@ -36,6 +36,15 @@ def read_status(channels: Channels) -> dict[str, Any] | None:
     return found
 
 
+def read_decoder(channels: Channels) -> dict[str, Any] | None:
+    """The decoder's groups of SMs and its steps on each, as the scheduler left them; None before it has."""
+    try:
+        found: dict[str, Any] = json.loads(Path(channels.decoder_sms_file).read_text())
+    except FileNotFoundError:
+        return None
+    return found
+
+
 def set_sm_partition(channels: Channels, mode: str) -> dict[str, Any]:
     """Tell the encoder worker how to choose its SMs from now on, and wait until it does.
 
@@ -91,7 +100,7 @@ def add_status_routes(channels: Channels, mps: Callable[[], dict[str, Any]] = di
         found = read_status(channels)
         if found is None:
             raise HTTPException(503, "the encoder worker is not up")
-        return {**found, "mps": mps()}
+        return {**found, "decoder": read_decoder(channels), "mps": mps()}
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     def sm_partition(mode: str = Body(embed=True)) -> dict[str, Any]:

@@ -155,7 +155,14 @@ def _serve(spec: WorkerSpec) -> None:
     processor = _get_processor_wrapper(spec.server_args)
     preprocessor = Preprocessor(processor, spec.server_args.mm_process_config, encoder.device)
     num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))
-    split = make_split(config, encoder.device, spec.server_args.model_path, channels.state_board(0))
+    split = make_split(
+        config,
+        encoder.device,
+        spec.server_args.model_path,
+        channels.state_board(0),
+        own_board_name=channels.encoder_board,
+        ladder_path=Path(channels.decoder_sms_file),
+    )
     split.attach(encoder.blocks())
     sm_partition_path = Path(channels.sm_partition_file)
     split.follow(sm_partition_path)

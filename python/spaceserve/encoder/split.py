@@ -19,9 +19,12 @@ import torch
 from torch import nn
 
 from spaceserve.config import SmPartition
+from spaceserve.encoder.timing import BatchTiming
+from spaceserve.encoder.units_in_use import UnitsInUse
 from spaceserve.partition import Partitioner, UnitGroup, serving_partitioner
 from spaceserve.sis.busy_share import BusyShare
-from spaceserve.sis.policy import GpuState, Objective, SpaceInferenceScheduler, Split
+from spaceserve.sis.decoder_ladder import DecoderLadder
+from spaceserve.sis.policy import GpuState, MaskMode, Objective, SpaceInferenceScheduler, Split
 from spaceserve.sis.state_board import StateBoardReader, StateBoardTornError
 
 if TYPE_CHECKING:
@@ -36,44 +39,9 @@ DEFAULT_DECODE_WEIGHT = 1.0
 OBJECTIVES: dict[str, Objective] = {"delay": "least_delay", "time": "least_time"}
 # A decode side that has written nothing for this long runs nothing.
 STALE_DECODE_STATE_S = 0.5
+NO_LADDER = DecoderLadder(reason="the scheduler has not said yet for which SMs it has CUDA graphs of decode")
 
-
-class BatchTiming:
-    """Measures one batch on the stream that is current at `start` and at `stop`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._start_s = 0.0
-        if self._on_gpu:
-            self._start_event = torch.cuda.Event(enable_timing=True)
-            self._stop_event = torch.cuda.Event(enable_timing=True)
-        self.observe: Callable[[float], None] = lambda elapsed_ms: None  # gets the batch's milliseconds
-
-    def start(self) -> None:
-        """The batch's first kernel follows."""
-        if self._on_gpu:
-            self._start_event.record()
-        self._start_s = time.perf_counter()
-
-    def stop(self) -> Callable[[], float]:
-        """The batch's last kernel has been launched.
-
-        Returns:
-            A function that waits until the device has finished it and returns the batch's milliseconds.
-        """
-        if not self._on_gpu:
-            elapsed_ms = (time.perf_counter() - self._start_s) * 1000
-            self.observe(elapsed_ms)
-            return lambda: elapsed_ms
-        self._stop_event.record()
-
-        def wait() -> float:
-            self._stop_event.synchronize()
-            elapsed_ms = float(self._start_event.elapsed_time(self._stop_event))
-            self.observe(elapsed_ms)
-            return elapsed_ms
-
-        return wait
+SisFactory = Callable[[Sequence[int], MaskMode], SpaceInferenceScheduler]
 
 
 def state_changed(before: GpuState, now: GpuState) -> bool:
@@ -94,6 +62,7 @@ class _Running:
     state: GpuState
     group: UnitGroup | None
     split: Split | None
+    number: int | None = None  # of the batch in `UnitsInUse`, once its kernels are launched
     num_changes: int = 0
     marks: list[torch.cuda.Event] = field(default_factory=list)  # one before each block that reconsiders
 
@@ -105,9 +74,12 @@ class EncoderSplit:
         device: of the encoder.
         mode: "off" (no mask: the whole device, on a stream of the encoder's own), "static:N" (N units for every
             batch), "sis", "sis:W" or "sis:W:K" (SIS chooses for each batch, with decode weight W, and before every K-th
-            block again, from what `board_name`'s writer says of the decode side).
-        partitioner_factory, sis_factory: make what a mode needs, at its first use.
+            block again, from what `board_name`'s writer says of the decode side). After "both+" decode keeps to the
+            other units meanwhile.
+        partitioner_factory, sis_factory: make what a mode needs, at its first use; the latter from rungs and mask mode.
         board_name: state board of the scheduler; it may appear later.
+        own_board_name: state board to write for the scheduler.
+        ladder_path: where the scheduler says which groups decode has; it may appear later.
         reconsider_layers: K where the mode names none; 0 for once a batch.
 
     Raises:
@@ -120,8 +92,10 @@ class EncoderSplit:
         mode: str = "off",
         *,
         partitioner_factory: Callable[[], Partitioner] | None = None,
-        sis_factory: Callable[[Partitioner], SpaceInferenceScheduler] | None = None,
+        sis_factory: SisFactory | None = None,
         board_name: str | None = None,
+        own_board_name: str | None = None,
+        ladder_path: Path | None = None,
         reconsider_layers: int = 0,
     ) -> None:
         self._device = device
@@ -129,6 +103,12 @@ class EncoderSplit:
         self._sis_factory = sis_factory
         self._partitioner: Partitioner | None = None
         self._sis: SpaceInferenceScheduler | None = None
+        self._sis_of: dict[MaskMode, SpaceInferenceScheduler] = {}
+        self._in_use = UnitsInUse(own_board_name)
+        self._ladder_path = ladder_path
+        self._mask_mode: MaskMode = "encoder"
+        self._mask_error: str | None = None  # why only the encoder is masked though both were asked for at the start
+        self._mask_later = False
         self._board_name = board_name
         self._board: StateBoardReader | None = None
         self._reconsider_layers = self._default_reconsider_layers = reconsider_layers
@@ -143,7 +123,8 @@ class EncoderSplit:
         self._num_changes = 0
         self.metrics: SplitMetrics | None = None
         self.num_waiting: Callable[[], int] = lambda: 1  # requests that wait for the encoder, those of the batch too
-        self.set_mode(mode)
+        # The scheduler captures its graphs when this worker is up: until then the encoder alone is masked.
+        self._set_mode(mode, self._ladder(), may_wait=True)
 
     # ---- how units are chosen
 
@@ -151,30 +132,71 @@ class EncoderSplit:
         """Choose the units of later batches in another way (see the class).
 
         Raises:
-            ValueError: an unknown mode, or units that the device cannot grant; the mode stays as it was.
+            ValueError: an unknown mode, units that the device cannot grant, or both sides to be masked where decode has
+                no group beside these units; the mode stays as it was.
         """
+        self._set_mode(mode, self._ladder() or NO_LADDER, may_wait=False)
+
+    def _set_mode(self, mode: str, ladder: DecoderLadder | None, *, may_wait: bool) -> None:
+        """`ladder` None: not known yet. may_wait: where decode has no group (yet), mask the encoder alone."""
         asked = SmPartition.parse(mode)
-        kind, static_units = asked.kind, asked.num_sms
+        kind = asked.kind
         if kind == "auto":
             kind = "sis" if self._device.type == "cuda" else "off"
-        if kind != "off":
-            partitioner = self._made_partitioner()
-            if static_units is not None:
-                if static_units > partitioner.total_units:
-                    unit_name = partitioner.unit_name
-                    raise ValueError(f"--sm-partition {mode}: the device has {partitioner.total_units} {unit_name}")
-            elif len(partitioner.rungs) < 2:
-                logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
-                static_units = partitioner.total_units
-            elif self._sis is None:
-                assert self._sis_factory is not None, "the mode sis needs a sis_factory"
-                self._sis = self._sis_factory(partitioner)
+        mask_mode: MaskMode = "encoder" if kind == "off" else asked.mask_mode
+        mask_error = None
+        try:
+            static_units, sis = self._choices(mode, kind, asked.num_sms, mask_mode, ladder or NO_LADDER)
+        except ValueError as error:
+            if mask_mode == "encoder" or not may_wait:
+                raise
+            mask_mode, mask_error = "encoder", str(error)
+            static_units, sis = self._choices(mode, kind, asked.num_sms, mask_mode, NO_LADDER)
         with self._lock:
             self._mode, self._kind, self._static_units = mode, kind, static_units
-            if self._sis is not None:
+            self._mask_mode, self._mask_error = mask_mode, mask_error
+            self._mask_later = mask_error is not None and ladder is None
+            if sis is not None:
+                self._sis = sis
                 self._sis.decode_weight = DEFAULT_DECODE_WEIGHT if asked.decode_weight is None else asked.decode_weight
             layers = asked.reconsider_layers
             self._reconsider_layers = self._default_reconsider_layers if layers is None else layers
+        self._in_use.mask_decoder(mask_mode == "both")
+
+    def _choices(
+        self, mode: str, kind: str, num_sms: int | None, mask_mode: MaskMode, ladder: DecoderLadder
+    ) -> tuple[int | None, SpaceInferenceScheduler | None]:
+        """Units of every batch, or who chooses them; neither without a partition. Raises ValueError as `set_mode`."""
+        if kind == "off":
+            return None, None
+        partitioner = self._made_partitioner()
+        if num_sms is not None and num_sms > partitioner.total_units:
+            unit_name = partitioner.unit_name
+            raise ValueError(f"--sm-partition {mode}: the device has {partitioner.total_units} {unit_name}")
+        if mask_mode == "both":
+            ladder.check(0 if num_sms is None else partitioner.group(num_sms).granted)
+        if num_sms is not None:
+            return num_sms, None
+        if len(partitioner.rungs) < 2:
+            logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
+            return partitioner.total_units, None
+        if mask_mode not in self._sis_of:
+            assert self._sis_factory is not None, "the mode sis needs a sis_factory"
+            rungs = partitioner.rungs if mask_mode == "encoder" else ladder.encoder_rungs(partitioner.rungs)
+            self._sis_of[mask_mode] = self._sis_factory(rungs, mask_mode)
+        return None, self._sis_of[mask_mode]
+
+    def _ladder(self) -> DecoderLadder | None:
+        return None if self._ladder_path is None else DecoderLadder.read(self._ladder_path)
+
+    def _mask_decoder_at_last(self) -> None:
+        """Carry out a mode of the start that waited for the scheduler's graphs."""
+        ladder = self._ladder()
+        if ladder is None:
+            return
+        self._set_mode(self._mode, ladder, may_wait=True)
+        if self._mask_error is not None:
+            logger.warning("Only the encoder keeps to SMs of its own, not decode: %s", self._mask_error)
 
     def _made_partitioner(self) -> Partitioner:
         if self._partitioner is None:
@@ -185,6 +207,9 @@ class EncoderSplit:
 
     def follow(self, path: Path) -> None:
         """Take over the mode that is written in a file, if it changed since the last call (status.py writes it)."""
+        self._in_use.beat()
+        if self._mask_later:
+            self._mask_decoder_at_last()
         try:
             stat = path.stat()
         except FileNotFoundError:
@@ -215,14 +240,25 @@ class EncoderSplit:
         if self.metrics is not None:
             self.metrics.begin_batch(units, running.split)
         timing.observe = self._observer(running)
+        timing.on_start = lambda: self._begin(running, units)
+        timing.on_end = lambda: self._end(running)
         with self._place(running.group):
             try:
                 yield timing
             finally:
                 self._running = None
+                if not timing.stopped:
+                    self._end(running)
                 if running.num_changes and running.group is not None:
                     # The group that was entered waits for the one that came last, and what follows waits for it.
                     running.group.make_current()
+
+    def _begin(self, running: _Running, units: int) -> None:
+        running.number = self._in_use.begin(units)
+
+    def _end(self, running: _Running) -> None:
+        if running.number is not None:
+            self._in_use.end(running.number)
 
     def _choose(self, patches: Sequence[int]) -> _Running:
         idle = GpuState()
@@ -309,6 +345,8 @@ class EncoderSplit:
                 running.num_changes += 1
         if split.switched:
             group.make_current()
+            if running.number is not None:
+                self._in_use.change(running.number, group.granted)
 
     # ---- what is known
 
@@ -342,6 +380,9 @@ class EncoderSplit:
             if self._kind == "off" or self._partitioner is None:
                 return found
             found["partition"] = self._partitioner.describe()
+            found["mask_mode"] = self._mask_mode
+            if self._mask_error is not None:
+                found["mask_error"] = self._mask_error
             if self._static_units is not None:
                 found["static_units"] = self._static_units
                 return found
@@ -354,19 +395,28 @@ class EncoderSplit:
             return found
 
 
-def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, board_name: str) -> EncoderSplit:
-    """The split that `--sm-partition` asks for.
+def make_split(
+    config: SpaceServeConfig,
+    device: torch.device,
+    model_path: str,
+    board_name: str,
+    *,
+    own_board_name: str | None = None,
+    ladder_path: Path | None = None,
+) -> EncoderSplit:
+    """The split that `--sm-partition` asks for; the last four arguments as of `EncoderSplit`.
 
     Raises:
         ValueError: `static:N` with an N that the device cannot grant.
     """
 
-    def new_sis(partitioner: Partitioner) -> SpaceInferenceScheduler:
+    def new_sis(rungs: Sequence[int], mask_mode: MaskMode) -> SpaceInferenceScheduler:
         return SpaceInferenceScheduler(
-            _curves(device, partitioner, model_path),
-            partitioner.rungs,
+            _curves(device, rungs[-1], model_path),
+            rungs,
             objective="tpot" if config.tpot_target_ms is not None else OBJECTIVES[config.sis_objective],
             tpot_target_ms=config.tpot_target_ms,
+            mask_mode=mask_mode,
         )
 
     return EncoderSplit(
@@ -375,16 +425,18 @@ def make_split(config: SpaceServeConfig, device: torch.device, model_path: str, 
         partitioner_factory=partial(serving_partitioner, str(device)),
         sis_factory=new_sis,
         board_name=board_name,
+        own_board_name=own_board_name,
+        ladder_path=ladder_path,
         reconsider_layers=config.sm_reconsider_layers,
     )
 
 
-def _curves(device: torch.device, partitioner: Partitioner, model_path: str) -> DeviceCurves:
+def _curves(device: torch.device, total_units: int, model_path: str) -> DeviceCurves:
     from spaceserve.sis import curves_for
     from spaceserve.sis.shapes import shape_from_model_path
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    curves = curves_for(name, partitioner.total_units, shape_from_model_path(model_path))
+    curves = curves_for(name, total_units, shape_from_model_path(model_path))
     # What they are worth says their provenance: measured on this device, with stand-ins, or an estimate.
     logger.info("SIS uses curves of %s (%s): %s", name, curves.source, curves.provenance)
     # The estimate keeps 20 SMs for a decoder, since cuBLAS fails on fewer; cores know no such limit.

@@ -14,6 +14,8 @@ from spaceserve.config import SmPartition, SpaceServeConfig
 from spaceserve.partition import Partitioner, serving_partitioner
 from spaceserve.scheduler.side_prefill import Lane
 from spaceserve.sis import curves_for
+from spaceserve.sis.decoder_ladder import DecoderLadder
+from spaceserve.sis.policy import MaskMode
 from spaceserve.sis.prefill_share import PrefillShare
 from spaceserve.sis.shapes import shape_from_model_path
 
@@ -42,7 +44,8 @@ class PrefillLanes:
         num_sms: of the device.
         mode: as `--sm-partition`, which partitions the encoder alike.
         mode_path: the file in which a changed mode is written while the server runs (status.py).
-        partitioner_factory, share_factory: make what a mode needs, at its first use.
+        partitioner_factory, share_factory: make what a mode needs, at its first use; the latter for a mask mode.
+        chosen: called with the SMs of each lane that is chosen.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class PrefillLanes:
         mode: str,
         mode_path: Path,
         partitioner_factory: Callable[[], Partitioner],
-        share_factory: Callable[[Partitioner], PrefillShare],
+        share_factory: Callable[[Partitioner, MaskMode], PrefillShare],
+        chosen: Callable[[int], None] = lambda num_sms: None,
     ) -> None:
+        self._chosen = chosen
         # With nothing to decode a prefill may use every SM.
         self._whole = Lane(torch.cuda.Stream(), num_sms)
         self._mode = SmPartition.parse(mode)
@@ -61,13 +66,18 @@ class PrefillLanes:
         self._partitioner_factory = partitioner_factory
         self._share_factory = share_factory
         self._partitioner: Partitioner | None = None
-        self._share: PrefillShare | None = None
+        self._shares: dict[MaskMode, PrefillShare] = {}
         self._lanes: dict[int, Lane] = {num_sms: self._whole}
         if self._mode.kind != "off":
             self._prepare()
 
     def choose(self, scheduler: Any, batch: Any, prefill_load: float) -> Lane:
         """The lane for the prefill `batch` beside what `scheduler` decodes now; `prefill_load` as in PrefillShare."""
+        lane = self._choose(scheduler, batch, prefill_load)
+        self._chosen(lane.num_sms)
+        return lane
+
+    def _choose(self, scheduler: Any, batch: Any, prefill_load: float) -> Lane:
         self._follow()
         running = scheduler.running_batch.reqs
         if not running or self._mode.kind == "off":
@@ -97,11 +107,13 @@ class PrefillLanes:
             return
 
     def _prepare(self) -> tuple[Partitioner, PrefillShare]:
-        if self._partitioner is None or self._share is None:
+        if self._partitioner is None:
             self._partitioner = self._partitioner_factory()
-            self._share = self._share_factory(self._partitioner)
-            logger.info("Prefill runs beside decode on one of %s SMs", ", ".join(map(str, self._share.rungs)))
-        return self._partitioner, self._share
+        mask_mode = self._mode.mask_mode
+        if mask_mode not in self._shares:
+            share = self._shares[mask_mode] = self._share_factory(self._partitioner, mask_mode)
+            logger.info("Prefill runs beside decode on one of %s SMs", ", ".join(map(str, share.rungs)))
+        return self._partitioner, self._shares[mask_mode]
 
     def _lane(self, partitioner: Partitioner, num_sms: int) -> Lane:
         if num_sms not in self._lanes:
@@ -110,17 +122,33 @@ class PrefillLanes:
         return self._lanes[num_sms]
 
 
-def lanes_for(config: SpaceServeConfig, mode_path: Path, scheduler: Any) -> PrefillLanes | None:
-    """Lanes as `--sm-partition` asks for; None on the CPU."""
+def lanes_for(
+    config: SpaceServeConfig,
+    mode_path: Path,
+    scheduler: Any,
+    *,
+    ladder: Callable[[], DecoderLadder] = DecoderLadder,
+    chosen: Callable[[int], None] = lambda num_sms: None,
+) -> PrefillLanes | None:
+    """Lanes as `--sm-partition` asks for; None on the CPU.
+
+    Args:
+        ladder: groups of decode, if it has any.
+        chosen: called with the SMs of each prefill's lane.
+    """
     if scheduler.device == "cpu":
         return None
     device = torch.device("cuda", scheduler.ps.gpu_id)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def share_of(partitioner: Partitioner) -> PrefillShare:
+    def share_of(partitioner: Partitioner, mask_mode: MaskMode) -> PrefillShare:
         shape = shape_from_model_path(scheduler.server_args.model_path)
+        # The same lanes in both mask modes: each may hold a gigabyte.
+        beside = ladder().encoder_rungs(partitioner.rungs)[:-1] if ladder().rungs else ()
         return PrefillShare(
-            curves_for(torch.cuda.get_device_name(device), num_sms, shape), lane_rungs(partitioner.rungs)
+            curves_for(torch.cuda.get_device_name(device), num_sms, shape),
+            beside or lane_rungs(partitioner.rungs),
+            mask_mode if beside else "encoder",
         )
 
     return PrefillLanes(
@@ -129,4 +157,5 @@ def lanes_for(config: SpaceServeConfig, mode_path: Path, scheduler: Any) -> Pref
         mode_path,
         partial(serving_partitioner, str(device), prepare="nothing"),
         share_of,
+        chosen,
     )

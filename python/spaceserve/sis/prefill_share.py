@@ -21,6 +21,7 @@ from typing import Any
 
 from spaceserve.sis.curves import DeviceCurves
 from spaceserve.sis.delay import summed_delay_ms
+from spaceserve.sis.policy import MaskMode
 
 
 class PrefillShare:
@@ -33,6 +34,7 @@ class PrefillShare:
     Args:
         rungs: units that a group can have, ascending, without the whole device; those that leave decode fewer than the
             curves' `min_decoder_units` are not used.
+        mask_mode: "both" where decode keeps to the units that the prefill's group leaves.
 
     Raises:
         ValueError: no rung is left.
@@ -40,14 +42,14 @@ class PrefillShare:
 
     DEFAULT_WEIGHT = 1.0
 
-    def __init__(self, curves: DeviceCurves, rungs: Sequence[int]) -> None:
+    def __init__(self, curves: DeviceCurves, rungs: Sequence[int], mask_mode: MaskMode = "encoder") -> None:
         self._curves = curves
         self._total = curves.total_units
         self.decode_weight = self.DEFAULT_WEIGHT
         self.rungs = tuple(n for n in rungs if self._total - n >= max(1, curves.min_decoder_units))
         if not self.rungs:
             raise ValueError(f"no rung of {list(rungs)} leaves decode {curves.min_decoder_units} units")
-        self._beside = _beside(curves.sharing, self._total)
+        self._beside = _beside(curves.sharing, self._total, mask_mode)
         if self._beside is not None:
             self.rungs = (*self.rungs, self._total)
 
@@ -106,15 +108,19 @@ class PrefillShare:
         return prefill, decode
 
 
-def _beside(rows: Sequence[Mapping[str, Any]], total: int) -> dict[int, tuple[float, float]] | None:
+def _beside(
+    rows: Sequence[Mapping[str, Any]], total: int, mask_mode: MaskMode
+) -> dict[int, tuple[float, float]] | None:
     """By units of the prefill: (its time over alone on the whole device, decode's over alone); None if not measured."""
     whole = next((row for row in rows if row["mode"] == "both unmasked"), None)
-    masked = [row for row in rows if row["mode"] == "prefill masked"]
+    masked = [row for row in rows if row["mode"] == ("both masked" if mask_mode == "both" else "prefill masked")]
     if whole is None or not masked:
         return None
-    alone_ms = whole["prefill_alone_ms"]
     found = {
-        int(row["prefill_units"]): (row["prefill_ms"] / alone_ms, row["decode_ms"] / row["decode_alone_ms"])
+        int(row["prefill_units"]): (
+            row["prefill_ms"] / whole["prefill_alone_ms"],
+            row["decode_ms"] / whole["decode_alone_ms"],
+        )
         for row in (*masked, whole)
     }
     assert total in found, "unmasked is on the whole device"

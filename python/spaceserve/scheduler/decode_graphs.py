@@ -1,0 +1,296 @@
+"""Decode on the SMs that encoder and prefill leave it: CUDA graphs for a short ladder of groups.
+
+The kernels of a CUDA graph keep the SMs of the stream that they were captured on, wherever the graph is replayed. So
+SGLang's decode graphs are captured once more on each group of the ladder, by SGLang's own runner, into its own buffers,
+and before each decode step the runner's key is exchanged for that of the group that is clear of what runs beside it.
+Everything else of a step is SGLang's: stream, batch, attention metadata, buffers.
+
+Why the graphs of all groups may share what SGLang's graphs share:
+
+- Input buffers, logits and FA3's metadata are slices of the runner's and the back end's own static tensors, for every
+  capture of a batch size alike; a later capture only makes another record of the same slices. Back ends that keep
+  state for each capture (FlashInfer's plans, for one) would lose that of the first, and are refused.
+- Memory: one pool, as for all batch sizes, because graphs are replayed one after another on one stream. The allocator
+  does not hand a block to another stream, so each group takes as much as its largest graph.
+- cuBLAS has a workspace for each stream; nothing else runs on those captured on here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spaceserve.config import SmPartition
+from spaceserve.hooks import Hook
+from spaceserve.partition import Partitioner, serving_partitioner
+from spaceserve.scheduler.encoder_watch import EncoderWatch
+from spaceserve.scheduler.side_lanes import lane_rungs
+from spaceserve.sis.decoder_ladder import DecoderLadder
+
+logger = logging.getLogger(__name__)
+
+# Attention back ends whose graphs of one batch size share all they read.
+SHARING_ATTENTION_BACKENDS = ("fa3",)
+# Larger batches decode on the whole device: each graph costs time at the start and a few MiB.
+MAX_BATCH = 64
+# Decode keeps a quarter of the device at least (32 of an H200's 132 SMs), or it would be several times as slow.
+MIN_DECODER_SHARE = 0.24
+# Left free for what comes after the graphs.
+MIN_FREE_BYTES = 1 << 30
+WRITE_INTERVAL_S = 1.0
+
+NOT_ASKED_FOR = (
+    "decode has no CUDA graphs for groups of SMs: start the server with --sm-partition both+sis or both+static:N"
+)
+
+
+def obstacle(model_runner: Any) -> str | None:
+    """Why decode cannot be confined in this scheduler, None where it can."""
+    args, runner = model_runner.server_args, model_runner.decode_cuda_graph_runner
+    if model_runner.device != "cuda":
+        return f"there are no CUDA graphs on the device {model_runner.device}"
+    if args.tp_size > 1 or args.pp_size > 1 or args.dp_size > 1:
+        return "not with several ranks"
+    if not model_runner.spec_algorithm.is_none() or model_runner.is_draft_worker:
+        return "not with speculative decoding"
+    if args.enable_lora or args.enable_pdmux or args.enable_two_batch_overlap or args.enable_memory_saver:
+        return "not with LoRA, PD multiplexing, two-batch overlap or the memory saver"
+    if type(runner).__name__ != "DecodeCudaGraphRunner":
+        return "SGLang runs decode without CUDA graphs"
+    if type(runner.backend).__name__ != "FullCudaGraphBackend":
+        return f"not with decode graphs of the kind {type(runner.backend).__name__}"
+    if runner.enable_torch_compile:
+        return "not with torch.compile"
+    other = sorted({str(name) for name in args.get_attention_backends()} - set(SHARING_ATTENTION_BACKENDS))
+    if other:
+        return f"attention backend {', '.join(other)}, whose graphs keep state of their own"
+    return None
+
+
+class DecodeGraphs:
+    """Captures the graphs and chooses among them. One thread.
+
+    Args:
+        ladder_path: file for the encoder worker and the status page (`DecoderLadder.write`).
+        watch: what the encoder worker runs.
+        prefill_in_flight: whether a prefill runs beside decode; `note_lane` says where.
+        count_step: called with the units of each decode step.
+        partitioner_factory: makes the ladder of a device, given its name.
+    """
+
+    def __init__(
+        self,
+        ladder_path: Path,
+        watch: EncoderWatch,
+        prefill_in_flight: Callable[[], bool],
+        count_step: Callable[[int], None] = lambda units: None,
+        partitioner_factory: Callable[[str], Partitioner] = lambda device: serving_partitioner(
+            device, prepare="nothing"
+        ),
+    ) -> None:
+        self.ladder = DecoderLadder(reason=NOT_ASKED_FOR)
+        self._path = ladder_path
+        self._watch = watch
+        self._prefill_in_flight = prefill_in_flight
+        self._lane_units = 0
+        self._count_step = count_step
+        self._partitioner_factory = partitioner_factory
+        self._partitioner: Partitioner | None = None  # green contexts must outlive the graphs
+        self._runner: Any = None
+        self._keys: dict[tuple[int, int], Any] = {}  # by decoder units and captured batch size
+        self._cost: dict[str, Any] = {}
+        self._steps: dict[int, int] = {}
+        self._written_s = 0.0
+
+    # ---- at the start
+
+    def capture(self, model_runner: Any) -> None:
+        """Capture the ladder with the runner that has SGLang's own graphs; where it cannot be done, say why."""
+        reason = obstacle(model_runner)
+        if reason is None:
+            try:
+                self._capture(model_runner)
+            except Exception as error:
+                # Whatever it was (no memory, a kernel that cannot be captured there): SGLang's graphs are there.
+                torch.cuda.synchronize()
+                self._forget(model_runner.decode_cuda_graph_runner)
+                reason = f"capturing the graphs failed: {type(error).__name__}: {error}"
+        if reason is not None:
+            self.ladder = DecoderLadder(reason=f"decode cannot keep to SMs of its own: {reason}")
+            logger.warning("Decode cannot keep to SMs of its own, only the encoder: %s", reason)
+        self._write()
+
+    def _capture(self, model_runner: Any) -> None:
+        from sglang.srt.distributed.parallel_state import graph_capture
+        from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
+        from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+
+        runner = model_runner.decode_cuda_graph_runner
+        began_s = time.monotonic()
+        free_before, _ = torch.cuda.mem_get_info()
+        partitioner = self._partitioner = self._partitioner_factory(f"cuda:{model_runner.gpu_id}")
+        if partitioner.backend != "green_ctx":
+            raise ValueError(f"no CUDA graphs of groups of the back end {partitioner.backend}")
+        sizes = [size for size in runner.capture_bs if size <= MAX_BATCH]
+        # As SGLang before its own capture: these buffers are what attention metadata is made from.
+        runner.buffers.seq_lens.fill_(runner.seq_len_fill_value)
+        runner.buffers.seq_lens_cpu.fill_(runner.seq_len_fill_value)
+        runner.buffers.reset_index_buffers()
+        captured: list[int] = []
+        with model_capture_mode(), freeze_gc(model_runner.server_args.enable_cudagraph_gc):
+            for group in decoder_groups(partitioner):
+                free, _ = torch.cuda.mem_get_info()
+                if free < MIN_FREE_BYTES:
+                    logger.warning("No CUDA graphs of decode on %d SMs: %d MiB are free", group.granted, free >> 20)
+                    continue
+                with (
+                    graph_capture(stream=group.stream) as context,
+                    runner.backend.capture_session(context.stream),
+                ):
+                    for size in reversed(sizes):  # the small ones fit into the memory of the large ones
+                        label = f"sms{group.granted}"
+                        runner.capture_one_shape(size, model_runner.model.forward, None, label)
+                        key = runner._make_graph_key(size, None, label)
+                        assert runner.backend.can_run(None, key), key
+                        self._keys[group.granted, size] = key
+                group.stream.synchronize()
+                captured.append(group.granted)
+        torch.cuda.synchronize()
+        if not captured or not sizes:
+            raise RuntimeError("no memory is left for them" if sizes else f"no batch size within {MAX_BATCH}")
+        self._runner = runner
+        self.ladder = DecoderLadder(total_units=partitioner.total_units, rungs=tuple(sorted(captured)))
+        free_after, _ = torch.cuda.mem_get_info()
+        self._cost = {
+            "batch_sizes": sizes,
+            "capture_s": round(time.monotonic() - began_s, 2),
+            "capture_mib": max(0, free_before - free_after) >> 20,
+        }
+        logger.info(
+            "CUDA graphs of decode on %s SMs, batches of up to %d: %d graphs, %.1f s, %d MiB",
+            ", ".join(map(str, self.ladder.rungs)),
+            sizes[-1],
+            len(self._keys),
+            self._cost["capture_s"],
+            self._cost["capture_mib"],
+        )
+
+    def _forget(self, runner: Any) -> None:
+        """Give back the graphs of a capture that failed."""
+        for key in self._keys.values():
+            runner.backend._graphs.pop(key, None)
+            runner.backend._outputs.pop(key, None)
+        self._keys.clear()
+
+    # ---- before each decode step
+
+    def choose(self, runner: Any) -> None:
+        """`runner` has loaded a batch: let it replay the graph of the group that is clear of encoder and prefill."""
+        if runner is not self._runner:
+            return
+        key = runner._replay_graph_key
+        units = self._units()
+        ours = self._keys.get((units, key.size))
+        if ours is None:
+            units = self.ladder.total_units
+        else:
+            runner._replay_graph_key = ours
+        self._count(units)
+
+    def note_lane(self, num_sms: int) -> None:
+        """The next prefill beside decode runs on `num_sms` SMs."""
+        self._lane_units = num_sms
+
+    def _units(self) -> int:
+        encoder_units, masked = self._watch.look()
+        if not masked:
+            return self.ladder.total_units
+        return self.ladder.units(max(encoder_units, self._lane_units if self._prefill_in_flight() else 0))
+
+    def _count(self, units: int) -> None:
+        self._steps[units] = self._steps.get(units, 0) + 1
+        self._count_step(units)
+        now_s = time.monotonic()
+        if now_s - self._written_s > WRITE_INTERVAL_S:
+            self._written_s = now_s
+            self._write()
+
+    def _write(self) -> None:
+        steps = {str(units): count for units, count in sorted(self._steps.items())}
+        self.ladder.write(self._path, **self._cost, steps=steps)
+
+
+def decoder_groups(partitioner: Partitioner) -> list[Any]:
+    """The decoder's groups, largest first: complements of groups that the encoder uses beside decode.
+
+    64, 48 and 32 of an H200's 132 SMs, beside 68, 84 and 100 of the encoder.
+    """
+    least = math.ceil(MIN_DECODER_SHARE * partitioner.total_units)
+    groups = [partitioner.complement_of(units) for units in lane_rungs(partitioner.rungs, least)]
+    return [group for group in groups if group is not None]
+
+
+def step_counter(labels: dict[str, str]) -> Callable[[int], None]:
+    """A Prometheus counter of decode steps by SMs. Make it once per process, after PROMETHEUS_MULTIPROC_DIR is set."""
+    from prometheus_client import Counter
+
+    steps = Counter("spaceserve:decode_steps_total", "Decode steps, by the SMs of their graph.", [*labels, "sms"])
+    children: dict[int, Any] = {}
+
+    def count(units: int) -> None:
+        if units not in children:
+            children[units] = steps.labels(**labels, sms=str(units))
+        children[units].inc()
+
+    return count
+
+
+def decode_graphs(
+    mode: str,
+    ladder_path: Path,
+    board_name: str,
+    prefill_in_flight: Callable[[], bool],
+    metric_labels: dict[str, str] | None,
+) -> DecodeGraphs | None:
+    """Decode's graphs where `--sm-partition` (`mode`) masks both sides; else the reason is left, and None returned.
+
+    metric_labels: of the server's metrics; None where it has none.
+    """
+    if SmPartition.parse(mode).mask_mode != "both":
+        DecoderLadder(reason=NOT_ASKED_FOR).write(ladder_path)
+        return None
+    count_step = (lambda units: None) if metric_labels is None else step_counter(metric_labels)
+    return DecodeGraphs(ladder_path, EncoderWatch(board_name), prefill_in_flight, count_step)
+
+
+def decode_graph_hooks(graphs: DecodeGraphs) -> list[Hook]:
+    """The hooks that capture the ladder after SGLang's graphs and choose from it."""
+
+    def capture(result: None, model_runner: Any, capture_decode_cuda_graph: bool = True) -> None:
+        graphs.capture(model_runner)
+
+    def choose(result: None, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> None:
+        graphs.choose(runner)
+
+    return [
+        Hook(
+            target="sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs",
+            function=capture,
+            kind="after",
+            why="decode graphs for groups of SMs",
+            parameters=("capture_decode_cuda_graph",),
+        ),
+        Hook(
+            target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch",
+            function=choose,
+            kind="after",
+            why="decode keeps clear of the SMs of encoder and prefill",
+            parameters=("forward_batch", "pp_proxy_tensors"),
+        ),
+    ]
