@@ -18,6 +18,7 @@ from spaceserve.encoder.model import weights_hook
 from spaceserve.families import Family
 from spaceserve.hooks import Hook, install
 from spaceserve.messages import FeaturesFailed, FeaturesReady, WorkerDown, WorkerUp
+from spaceserve.scheduler.decode_graphs import decode_graph_hooks, decode_graphs
 from spaceserve.scheduler.feature_view import FeatureView
 from spaceserve.scheduler.gate import EncoderGate
 from spaceserve.scheduler.link import EncoderLink
@@ -26,6 +27,7 @@ from spaceserve.scheduler.publisher import DecodePublisher
 from spaceserve.scheduler.side_lanes import lanes_for
 from spaceserve.scheduler.side_prefill import SidePrefill, side_prefill_hooks
 from spaceserve.scheduler.tracking import AnswersExpired
+from spaceserve.sis.decoder_ladder import DecoderLadder
 
 # While everything waits for the encoder, the scheduler sleeps up to this long instead of spinning.
 IDLE_POLL_MS = 5
@@ -262,21 +264,41 @@ def run_scheduler_process(
     link = EncoderLink(channels, dp_rank or 0) if is_entry_rank else None
     view = FeatureView()
     metrics = None
+    labels = {"model_name": str(server_args.served_model_name)}
     if is_entry_rank and server_args.enable_metrics:
         from spaceserve.feature_store.metrics import FeatureStoreMetrics
 
-        metrics = FeatureStoreMetrics({"model_name": str(server_args.served_model_name)}, block_bytes=0)
+        metrics = FeatureStoreMetrics(labels, block_bytes=0)
     gate = EncoderGate(view, link, config.encoder_timeout_s, metrics)
     publisher = DecodePublisher(channels.state_board(dp_rank or 0)) if is_entry_rank else None
     log_line = ImagesInLogLine(gate.summary, Path(channels.status_file))
     logging.getLogger("sglang.srt.managers.scheduler_components.metrics_reporter").addFilter(log_line)
     on_gpu = server_args.device == "cuda"
     side = SidePrefill()
+    graphs = None
+    if is_entry_rank:
+        graphs = decode_graphs(
+            config.sm_partition,
+            Path(channels.decoder_sms_file),
+            channels.encoder_board,
+            lambda: side.in_flight,
+            labels if server_args.enable_metrics else None,
+        )
     hooks = decoder_only_hooks(family) + gate_hooks(gate, view, side, publisher, on_gpu=on_gpu)
     if config.prefill_beside_decode != "off":
         hooks += side_prefill_hooks(
-            side, partial(lanes_for, config, Path(channels.sm_partition_file)), config.prefill_beside_decode
+            side,
+            partial(
+                lanes_for,
+                config,
+                Path(channels.sm_partition_file),
+                ladder=DecoderLadder if graphs is None else lambda: graphs.ladder,
+                chosen=(lambda num_sms: None) if graphs is None else graphs.note_lane,
+            ),
+            config.prefill_beside_decode,
         )
+    if graphs is not None:
+        hooks += decode_graph_hooks(graphs)
     install(hooks)
     if link is not None:
         link.wait_for_worker()
