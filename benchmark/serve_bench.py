@@ -22,6 +22,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import timeline_record
 from servebench import arms, headline, matrix, plan, report, servers
 from servebench.arms import Arm
 from servebench.environment import gpu_query
@@ -32,6 +33,7 @@ from servebench.session import Session, SessionConfig, session_table
 from servebench.together import TogetherSession
 
 REPO = Path(__file__).resolve().parent.parent
+TIMELINE_S = 25.0
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +49,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--together",
         action="store_true",
         help="all arms' servers up at once; needs --max-total-tokens in --common-flags, the same for all",
+    )
+    parser.add_argument(
+        "--timeline", type=Path, help="with --together: at the end record encode beside decode into this folder"
     )
     parser.add_argument("--max-requests", type=int, help="cut every workload to this many, to try things out")
     parser.add_argument(
@@ -89,11 +94,15 @@ def run(options: argparse.Namespace) -> int:
         names = list(group.arms)
     if not names or not workloads:
         raise ValueError("give --arms and --workloads, or --set")
+    if options.timeline and not options.together:
+        raise ValueError("--timeline goes with --together; timeline_record.py starts a server of its own")
     chosen = prepare_arms(options, names)
     entries = [cut_entry(Entry.parse(text), options.max_requests) for text in workloads]
     if options.set and options.arms:
         entries = [kept for entry in entries if (kept := within(entry, {arm.name for arm in chosen})) is not None]
     work_dir = Path(tempfile.mkdtemp(prefix="serve-bench-"))
+    if options.timeline:
+        chosen = [timeline_record.traced(arm, work_dir) if arm.ours else arm for arm in chosen]
     try:
         config = SessionConfig(
             model=options.model,
@@ -125,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
                     shutil.copy(log, options.log_dir / log.name)
         if options.device == "cuda":
             gpus = [row[0] for row in gpu_query("name")]
-            headline.store_shipped_bound(session.results, model_name, Path(options.model), gpus)
+            headline.store_shipped_bound(session.results, model_name, gpus, Path(options.model))
         if options.bundle and session.results.written:
             session.results.bundle(options.bundle)
     finally:
@@ -168,10 +177,22 @@ def make_session(
         if options.bundle:
             session.results.bundle(options.bundle)
 
+    def draw_timeline(up: servers.ServersTogether) -> None:
+        name = next((arm.name for arm in chosen if arm.ours and arm.name in up.start_s), None)
+        if name is None or name in up.failed:
+            return
+        load = timeline_record.Load(side=max(28, int(timeline_record.Load.side * options.scale)))
+        try:
+            url = up.groups[name][-1].url
+            print(timeline_record.record(url, config.work_dir, options.timeline, load), flush=True)
+        except (ValueError, OSError) as error:
+            print(f"no timeline: {error}", flush=True)
+
     session: Session
     if options.together:
+        at_end, at_end_s = (draw_timeline, TIMELINE_S) if options.timeline else (None, 0.0)
         expected = plan.expected_rates(options.expect_s) if options.device == "cuda" or options.expect_s else {}
-        session = TogetherSession(config, chosen, entries, pack, expected)
+        session = TogetherSession(config, chosen, entries, pack, expected, at_end, at_end_s)
     else:
         session = Session(config, chosen, entries, pack)
     return session
@@ -219,6 +240,9 @@ def show_plan(options: argparse.Namespace) -> int:
 
 def write_report(options: argparse.Namespace) -> int:
     results = Results(options.results)
+    for model in sorted({data["model"] for data in results.slices()}):
+        gpus = {gpu["name"] for data in results.slices() for gpu in data["environment"]["gpus"]}
+        headline.store_shipped_bound(results, model, gpus)
     text = report.report(results)
     (options.results / "report.md").write_text(text)
     print(text)

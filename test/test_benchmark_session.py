@@ -386,6 +386,7 @@ def test_scripts_show_their_help() -> None:
         "bound.py",
         "soak.py",
         "timeline.py",
+        "timeline_record.py",
         "dummy_model.py",
         "tp_smoke.py",
         "host_tier.py",

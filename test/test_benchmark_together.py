@@ -234,7 +234,7 @@ def test_memory_is_itemised_and_says_where_servers_were_together() -> None:
 
 
 def save(results: Results, workload: str, rate: float, **arms: dict[str, Any]) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"arm": name.replace("_", "-"), "ours": name.startswith("space"), "summary": figures, "requests": []}
         for name, figures in arms.items()
     ]
@@ -290,8 +290,9 @@ def test_shipped_curves_give_a_bound_for_their_gpu_and_model(tmp_path: Path) -> 
     model.mkdir()
     (model / "config.json").write_text(json.dumps(dummy_model.model_config(dummy_model.SHAPES["qwen2-vl-7b"])))
     results = Results(tmp_path / "results")
-    assert not headline.store_shipped_bound(results, "qwen2-vl-7b", model, ["another GPU"])
-    assert headline.store_shipped_bound(results, "qwen2-vl-7b", model, [curves.device_name])
+    assert not headline.store_shipped_bound(results, "qwen2-vl-7b", ["another GPU"], model)
+    assert not headline.store_shipped_bound(results, "qwen2-vl", [curves.device_name])
+    assert headline.store_shipped_bound(results, "qwen2-vl-7b", [curves.device_name], model)
     stored = json.loads((tmp_path / "results/bounds/qwen2-vl-7b__curves.json").read_text())
     assert 1e3 / (stored["sizes"]["2048"]["encode_ms"] + stored["sizes"]["2048"]["prefill_ms"]) < 10
     assert results.written

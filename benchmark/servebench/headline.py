@@ -56,7 +56,7 @@ def headline_lines(results: Results, model: str) -> list[str]:
     order = {target.workload: place for place, target in enumerate(TARGETS)}
     found = sorted(collect(slices).items(), key=lambda item: (order.get(item[0][1], len(order)), item[0][1]))
     lines = [
-        f"{'workload':<16}{'arm':<19}{'runs':>4} {'offered/served':>14} {'TPOT ms':>8} {'xtext':>5} {'gap s':>7} "
+        f"{'workload':<19}{'arm':<18}{'runs':>4} {'offered/served':>14} {'TPOT ms':>8} {'xtext':>5} {'gap s':>7} "
         f"{'TTFT s':>7} {'xstock':>6} {'good/s':>6} {'xstock':>6}  target"
     ]
     for (_, workload), arms in found:
@@ -96,7 +96,7 @@ def _line(
         judged = verdict(target, figures, target_limits(target, same, text_ms))
     gap, ttft, good = (figures[key] for key in ("longest_gap_ms", "ttft_mean_ms", GOODPUT_KEY))
     return (
-        f"{workload:<16}{name:<19}{runs:>4} {rates:>14} {number(figures['tpot_mean_ms'], 2):>8} "
+        f"{workload:<19}{name:<18}{runs:>4} {rates:>14} {number(figures['tpot_mean_ms'], 2):>8} "
         f"{ratio(figures['tpot_mean_ms'], text_ms):>5} {number(gap, 3, 1e-3):>7} {number(ttft, 3, 1e-3):>7} "
         f"{ratio(ttft, best_stock(same, 'ttft_mean_ms')):>6} {number(good, 2):>6} "
         f"{ratio(good, best_stock(same, GOODPUT_KEY, largest=True)):>6}  {judged}"
@@ -116,9 +116,9 @@ def short_bound(bounds: dict[str, Any], workload: Workload, rate: float, output_
     return f"{text}: at {rate:.2f}/s TPOT >= {limit.tpot_overlap_ms:.1f} ms, TTFT >= {limit.ttft_ms / 1e3:.3f} s"
 
 
-def store_shipped_bound(results: Results, model: str, model_dir: Path, gpu_names: Iterable[str]) -> bool:
+def store_shipped_bound(results: Results, model: str, gpu_names: Iterable[str], model_dir: Path | None = None) -> bool:
     """Write the costs that SpaceServe's curves of this GPU and model give as a bound, where none is stored; whether a
-    bound is stored now."""
+    bound is stored now. The model is known by its shapes, or, without its folder, by the curve file's name."""
     from servebench.curve_costs import from_curves
     from spaceserve.sis import shape_from_model_path
     from spaceserve.sis.curves import DeviceCurves, shipped_files
@@ -126,10 +126,11 @@ def store_shipped_bound(results: Results, model: str, model_dir: Path, gpu_names
     if load_bounds(results, model) is not None:
         return True
     names = set(gpu_names)
-    fingerprint = shape_from_model_path(model_dir).fingerprint()
+    fingerprint = shape_from_model_path(model_dir).fingerprint() if model_dir else None
     for path in shipped_files():
         curves = DeviceCurves.load(path)
-        if curves.device_name in names and curves.model_fingerprint == fingerprint:
+        same = curves.model_fingerprint == fingerprint if fingerprint else path.stem.endswith(f"_{model}")
+        if curves.device_name in names and same:
             target = results.root / "bounds" / f"{model}__curves.json"
             write_atomic(target, json.dumps(from_curves(curves, model), indent=1) + "\n")
             results.written.append(target)

@@ -82,15 +82,19 @@ def items(arm: dict[str, Any], together: bool) -> dict[str, float]:
 
 
 def memory_lines(slices: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """One or two short lines for each arm, from its last slice, those where it had the GPU to itself first."""
-    latest: dict[tuple[str, str], tuple[bool, str, dict[str, Any]]] = {}
-    for data in sorted(slices, key=lambda data: data.get("session", "")):
-        together = bool(data.get("servers_up_together"))
+    """Two short lines for each arm: from the run with the largest total of its last session, preferring sessions in
+    which it had the GPU to itself."""
+    chosen: dict[tuple[str, str], tuple[tuple[bool, str, float], str, dict[str, Any]]] = {}
+    for data in slices:
         for arm in data["arms"]:
+            if not arm.get("memory_after"):
+                continue
+            rank = (not data.get("servers_up_together"), data.get("session", ""), gpu_mib(arm) or 0.0)
             key = (data["model"], arm["arm"])
-            if arm.get("memory_after") and not (together and key in latest and not latest[key][0]):
-                latest[key] = (together, data["workload"], arm)
-    for (_, name), (together, workload, arm) in sorted(latest.items()):
+            if key not in chosen or rank > chosen[key][0]:
+                chosen[key] = (rank, data["workload"], arm)
+    for (_, name), ((alone, _, _), workload, arm) in sorted(chosen.items(), key=lambda item: item[0]):
+        together = not alone
         known = items(arm, together)
         tokens = known.pop("kv_tokens", None)
         parts = ", ".join(f"{label.replace('_', ' ')} {gib:.2f}" for label, gib in known.items() if label != "total")

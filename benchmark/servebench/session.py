@@ -15,7 +15,7 @@ from servebench import metrics, servers
 from servebench.arms import Arm
 from servebench.bodies import APIS, BodyFile, write_bodies
 from servebench.client import RequestRecord
-from servebench.environment import describe
+from servebench.environment import describe, scrub
 from servebench.matrix import Entry, entry_key
 from servebench.memory import log_figures
 from servebench.results import DONE, FAILED, Results, SliceKey
@@ -322,7 +322,7 @@ def arm_head(arm: Arm, order: int) -> dict[str, Any]:
         "ours": arm.ours,
         "order": order,
         "commands": [server.template for server in arm.servers],
-        "env": {key: value for server in arm.servers for key, value in server.env.items()},
+        "env": {key: scrub(value) for server in arm.servers for key, value in server.env.items()},
         "mps_by_runner": arm.needs_mps,
     }
 

@@ -22,7 +22,8 @@ class TogetherSession(Session):
     first ones only, one of ours and one of stock's at least, and is left out where it does not allow these.
 
     A server that waits launches nothing on the GPU (docs/benchmarking.md), but holds its memory: every arm needs the
-    same ``--max-total-tokens``.
+    same ``--max-total-tokens``. ``at_end`` is called on the servers after the last workload; ``at_end_s`` seconds are
+    kept for it.
     """
 
     def __init__(
@@ -32,8 +33,11 @@ class TogetherSession(Session):
         workloads: Sequence[Workload | Entry],
         on_stored: Callable[[], None] = lambda: None,
         expected: Mapping[str, float] = EXPECTED_S,
+        at_end: Callable[[servers.ServersTogether], None] | None = None,
+        at_end_s: float = 0.0,
     ) -> None:
         super().__init__(config, arms, workloads, on_stored)
+        self._at_end, self._reserve_s = at_end, STOP_S + at_end_s
         self._importance = [arm.name for arm in arms]
         self._by_name = {arm.name: arm for arm in arms}
         self._expected = expected
@@ -94,6 +98,8 @@ class TogetherSession(Session):
                 if (job := self._run_entry(entry, up)) is not None:
                     self._store(job, session_id, environment)
                     jobs.append(job)
+            if self._at_end is not None:
+                self._at_end(up)
         return jobs
 
     def _fail(self, name: str, reason: str) -> None:
@@ -136,7 +142,7 @@ class TogetherSession(Session):
         except ValueError as error:
             print(f"left out: {error}", flush=True)
             return None
-        left_s = self.end - time.monotonic() - STOP_S
+        left_s = self.end - time.monotonic() - self._reserve_s
         fitting = self._fitting(names, trace.resolutions, replay_s(entry.workload, self._rate(entry.workload)), left_s)
         if not fitting:
             print(f"[{left_s:.0f} s left] no time for {entry.workload.name}", flush=True)
