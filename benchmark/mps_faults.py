@@ -1,6 +1,6 @@
 """What a server on one GPU does when a part of the Multi-Process Service, or a client of it, is killed.
 
-  mps_faults.py OUT_DIR --tokenizer DIR [--budget-s 150]
+  mps_faults.py OUT_DIR --tokenizer DIR [--budget-s 180]
 
 Three servers start at once, each with a daemon and a folder of its own. On the first (Qwen2-VL-2B's shapes, dummy
 weights) four text answers stream and an image is asked for again and again, while in turn
@@ -60,7 +60,9 @@ NUM_STREAMS = 4
 STREAM_TOKENS = 512
 BURST = 8  # images of BURST_SIDE x BURST_SIDE, some 0.2 s of encoder each
 ANSWER_TIMEOUT_S = 60.0
-RESTART_TIMEOUT_S = 60.0
+RESTART_TIMEOUT_S = 45.0
+AFTER_TIMEOUT_S = 30.0  # for answers once a worker is up again
+LOST_RESERVE_S = 25.0  # of the budget is kept for the part lost
 DEATH_TIMEOUT_S = 30.0
 CLEAN_UP_TIMEOUT_S = 20.0
 LEFTOVER_PATTERNS = (("/dev/shm", "*"), (tempfile.gettempdir(), "spaceserve-*"), ("/tmp", "spaceserve-*"))
@@ -166,7 +168,7 @@ def image_body(seed: int, side: int) -> bytes:
     return json.dumps(body).encode()
 
 
-def ask_image(url: str, body: bytes) -> Json:
+def ask_image(url: str, body: bytes, timeout_s: float = ANSWER_TIMEOUT_S) -> Json:
     """The answer to one request: HTTP status (0: none), seconds, and the clock's begin and end."""
     begin = time.monotonic()
     error = ""
@@ -175,7 +177,7 @@ def ask_image(url: str, body: bytes) -> Json:
             f"{url}/v1/chat/completions",
             data=body,
             headers={"Content-Type": "application/json"},
-            timeout=ANSWER_TIMEOUT_S,
+            timeout=timeout_s,
         )
         status = response.status_code
         if status != 200:
@@ -365,6 +367,12 @@ class Faults:
 
     # ---- parts
 
+    def new_image(self, watched: Watched, seed: int) -> Json:
+        """The answer to an image that was never sent before."""
+        if not watched.is_up():
+            return {"status": 0, "error": "the server had ended"}
+        return ask_image(watched.url, image_body(seed, 448), self.left_s(AFTER_TIMEOUT_S))
+
     def kill_worker(self, watched: Watched, load: Load, first_seed: int) -> Json:
         """SIGKILL for the encoder worker while it encodes."""
         side = self.options.burst_side
@@ -388,8 +396,8 @@ class Faults:
             lambda: not watched.is_up() or watched.status().get("epoch", 0) > epoch, RESTART_TIMEOUT_S
         )
         up_s = time.monotonic() - killed
-        rows = burst.join(self.left_s(ANSWER_TIMEOUT_S))
-        new = ask_image(watched.url, image_body(first_seed + 100, 448)) if watched.is_up() else {"status": 0}
+        rows = burst.join(self.left_s(AFTER_TIMEOUT_S))
+        new = self.new_image(watched, first_seed + 100)
         end = time.monotonic()
         part: Json = {
             "requests_in_flight": unanswered,
@@ -433,7 +441,7 @@ class Faults:
 
         restarted = self.wait(is_back, 20)
         restart_s = time.monotonic() - begin
-        image = ask_image(watched.url, image_body(2_000_000, 448)) if watched.is_up() else {"status": 0}
+        image = self.new_image(watched, 2_000_000)
         time.sleep(self.left_s(2.0))
         end = time.monotonic()
         part: Json = {
@@ -560,18 +568,29 @@ class Faults:
             self.start("no_mps", str(model_path()), "", env)
             if (watched := self.ready("no_mps")) is not None:
                 self.note("no_mps", guarded(lambda: self.without_mps(watched)))
-            self.stop("no_mps")
+            stopping = threading.Thread(target=self.stop, args=("no_mps",))
+            stopping.start()
+            self.deadline -= LOST_RESERVE_S
         if (survivor := self.ready("survivor")) is not None:
             self.faults_of_clients(survivor)
-        self.stop("survivor")
-        if not options.only_survivor and (lost := self.ready("lost")) is not None:
+        if options.only_survivor:
+            return
+        stopping.join()
+        self.deadline += LOST_RESERVE_S
+        if (lost := self.ready("lost")) is not None:
+            survives = self.all["survivor"].is_up()
             self.note("lost", guarded(lambda: self.kill_mps_server(lost)))
+            # It has a daemon of its own on the same GPU.
+            self.report["survivor_up_before_and_after_lost"] = [survives, self.all["survivor"].is_up()]
 
     def finish(self) -> None:
         """Stop what runs, and look for what is left."""
-        for name, watched in self.all.items():
-            if watched.is_up():
-                self.stop(name)
+        self.deadline = max(self.deadline, time.monotonic() + CLEAN_UP_TIMEOUT_S)
+        stopping = [threading.Thread(target=self.stop, args=(name,)) for name in self.all]
+        for thread in stopping:
+            thread.start()
+        for thread in stopping:
+            thread.join()
         names = self.report.setdefault("left_processes", {})
         for name, watched in self.all.items():
             names[name] = watched.left_processes()
@@ -683,7 +702,7 @@ def main() -> int:
     parser.add_argument("--ours-flags", default="", help="more flags of every server")
     parser.add_argument("--burst-side", type=int, default=2048, help="side in pixels of the images under a kill")
     parser.add_argument("--only-survivor", action="store_true", help="leave out the parts lost and no_mps")
-    parser.add_argument("--budget-s", type=float, default=150.0)
+    parser.add_argument("--budget-s", type=float, default=180.0)
     options = parser.parse_args()
     if options.model is None and options.tokenizer is None:
         parser.error("give --tokenizer for dummy weights, or --model")
