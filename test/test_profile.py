@@ -194,6 +194,20 @@ def test_contention_names_each_case_and_shares_the_whole_device_only_unmasked() 
     assert found["prefill_beside_encoder_unmasked"] == {8: 21.0, 16: 21.0, 24: 21.0, 32: 21.0}
 
 
+def test_a_spent_budget_leaves_the_middle_rungs_out_and_is_told(model_folder: Path) -> None:
+    partitioner = SimulatedPartitioner(total_units=32, min_units=8, step=8)
+    left = iter([False, False, False, True])
+    found = measure_contention(partitioner, partitioner.rungs, FormulaPair(), lambda: None, lambda: next(left))
+    assert set(found["encoder_beside_decode_unmasked"]) == {8, 32, 16}
+    with (
+        make_partitioner("simulated", device="cpu", total_units=16, min_units=4, step=4) as small,
+        torch.inference_mode(),
+    ):
+        curves = profile(TINY, small, CPU, quick=True, budget_s=0.0, show_progress=False)
+    assert curves.contention == {}
+    assert "no time was left" in curves.validation["failed_parts"]["contention"]
+
+
 def test_validation_sizes_are_in_no_grid() -> None:
     for held_out, grids in (
         (validate.GPU_HELD_OUT, (sweep.FULL, sweep.QUICK)),

@@ -35,6 +35,8 @@ logger = logging.getLogger("spaceserve.profile")
 
 # cuBLAS failed on 12 SMs of an H200 (docs/sis.md); 16 is two steps of the ladder there.
 GPU_MIN_UNITS = 16
+# Of --quick, from the first measurement on; imports and the start of both processes come before.
+QUICK_BUDGET_S = 40.0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,6 +49,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="auto", help="partition back end (see spaceserve.partition)")
     parser.add_argument("--total-units", type=int, help="cores to split (cpu) or units (simulated)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rungs: under a minute on an H200")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        help="after so many seconds begin no more measurements of one side beside the other, and say which are missing "
+        f"(default: none; with --quick {QUICK_BUDGET_S:g})",
+    )
     parser.add_argument("--rungs", type=int, help="profile at most so many sizes of the encoder's group (9, quick 7)")
     parser.add_argument("--no-contention", action="store_true", help="do not measure one side beside the other")
     parser.add_argument("--no-graphs", action="store_true", help="launch from Python, not from CUDA graphs")
@@ -88,9 +96,14 @@ def _driver_version() -> str | None:
 class Parts:
     """Runs the parts of a profile: says how long each took, and goes on where one after the first fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget_s: float | None = None) -> None:
         self.failures: dict[str, str] = {}
         self._started = time.perf_counter()
+        self._budget_s = budget_s
+
+    def is_over(self) -> bool:
+        """Whether the budget is spent."""
+        return self._budget_s is not None and time.perf_counter() - self._started > self._budget_s
 
     @contextlib.contextmanager
     def part(self, name: str, *, may_fail: bool = True) -> Iterator[None]:
@@ -148,6 +161,7 @@ def profile(
     with_validation: bool = False,
     use_graphs: bool = True,
     under_mps: bool = False,
+    budget_s: float | None = None,
     show_progress: bool = True,
     save: Callable[[DeviceCurves], None] | None = None,
     save_operators: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -157,7 +171,8 @@ def profile(
     What fails after the operators (contention, sharing, validation) is logged, named in `validation["failed_parts"]`
     and left out. `save` is called with what there is after every part, so that an interrupted profile leaves it, and
     `save_operators` with the raw times where no curves can be made of them. `under_mps`: this process is a client of
-    MPS, so that another can run beside it.
+    MPS, so that another can run beside it. `budget_s`: after it contention and sharing begin nothing more; what is
+    missing for that is among the failed parts.
     """
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32  # bf16 products are emulated on most CPUs
@@ -182,7 +197,7 @@ def profile(
         total += contention.count_sharing(small_units) if small_units else 0
     total += validate.count_comparisons(held_out_groups, held_out) if with_validation else 0
 
-    parts = Parts()
+    parts = Parts(budget_s)
     with tqdm(total=total, unit="point", disable=not show_progress) as bar:
         tables, failed = {}, set()
         with parts.part("operators", may_fail=False):
@@ -234,17 +249,23 @@ def profile(
             with parts.part("contention"):
                 pair, setting = _pair_timer(shape, partitioner, device, dtype, timer, under_mps)
                 with contextlib.closing(pair):
-                    factors = contention.measure_contention(partitioner, pair_rungs, pair, bar.update)
+                    factors = contention.measure_contention(partitioner, pair_rungs, pair, bar.update, parts.is_over)
                 curves = replace(
                     curves, contention=factors, versions={**curves.versions, "contention": setting}, _slices={}
                 )
+                missing = set(pair_rungs) - {units for table in factors.values() for units in table}
+                if parts.is_over() and missing:
+                    parts.failures["contention"] = f"no time was left for {sorted(missing)} {partitioner.unit_name}"
             curves = keep(curves)
             if small_units and isinstance(timer, CudaTimer):
                 with parts.part("decode beside prefill"):
                     loads = contention.make_loads(shape, device, dtype, contention.GPU_LOAD)
                     with contextlib.closing(contention.CudaPairTimer(loads, timer.use_graphs)) as inside:
-                        rows = contention.measure_sharing(partitioner, small_units, inside, bar.update)
+                        rows = contention.measure_sharing(partitioner, small_units, inside, bar.update, parts.is_over)
                     curves = replace(curves, sharing=rows, _slices={})
+                    num_missing = contention.count_sharing(small_units) - len(rows)
+                    if parts.is_over() and num_missing:
+                        parts.failures["decode beside prefill"] = f"no time was left for {num_missing} rows"
                 curves = keep(curves)
         if with_validation:
             bar.set_description("validation")
@@ -321,6 +342,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 use_graphs=not arguments.no_graphs,
                 num_rungs=arguments.rungs,
                 under_mps=arguments.under_mps,
+                budget_s=QUICK_BUDGET_S if arguments.quick and arguments.budget_s is None else arguments.budget_s,
                 save=save,
                 save_operators=save_operators,
             )

@@ -269,13 +269,33 @@ def count_pairs(partitioner: Partitioner, rungs: Sequence[int]) -> int:
     return sum(4 if partitioner.complement(partitioner.group(n)) is not None else 2 for n in rungs)
 
 
+def never() -> bool:
+    """For measurements without a limit of time."""
+    return False
+
+
+def ends_first(rungs: Sequence[int]) -> list[int]:
+    """The smallest and the largest rung, then those between, from the middle: what comes last matters least."""
+    middle = (rungs[0] + rungs[-1]) / 2
+    return sorted(rungs, key=lambda rung: (rung not in (rungs[0], rungs[-1]), abs(rung - middle), rung))
+
+
 def measure_contention(
-    partitioner: Partitioner, rungs: Sequence[int], pair: PairTimer, tick: Callable[[], object]
+    partitioner: Partitioner,
+    rungs: Sequence[int],
+    pair: PairTimer,
+    tick: Callable[[], object],
+    is_over: Callable[[], bool] = never,
 ) -> dict[str, dict[int, float]]:
-    """Factors for curves.DeviceCurves.contention, for each rung; the whole device only unmasked (plain sharing)."""
+    """Factors for curves.DeviceCurves.contention, for each rung; the whole device only unmasked (plain sharing).
+
+    No rung is begun once `is_over`.
+    """
     whole = partitioner.group(partitioner.total_units)
     factors: dict[str, dict[int, float]] = {}
-    for rung in rungs:
+    for rung in ends_first(rungs):
+        if is_over():
+            break
         group = partitioner.group(rung)
         rest = partitioner.complement(group)
         for other in ("decode", "prefill"):
@@ -303,13 +323,17 @@ def measure_contention(
 
 
 def measure_sharing(
-    partitioner: Partitioner, decode_units: Sequence[int], pair: PairTimer, tick: Callable[[], object]
+    partitioner: Partitioner,
+    decode_units: Sequence[int],
+    pair: PairTimer,
+    tick: Callable[[], object],
+    is_over: Callable[[], bool] = never,
 ) -> list[dict[str, Any]]:
     """What decode and prefill cost one another inside the decoder's process, for curves.DeviceCurves.sharing.
 
     One row for each size of the decoder's complement and each mode: "both masked" (prefill in the group), "prefill
     masked" (decode on every unit) and, once, "both unmasked" on two streams. Times of the few layers of the loads, in
-    ms, alone and beside.
+    ms, alone and beside. No row is begun once `is_over`.
     """
     whole = partitioner.group(partitioner.total_units)
     splits: list[tuple[str, UnitGroup, UnitGroup]] = [("both unmasked", whole, whole)]
@@ -320,6 +344,8 @@ def measure_sharing(
         splits += [("both masked", rest, group), ("prefill masked", whole, group)]
     rows: list[dict[str, Any]] = []
     for mode, decode_group, prefill_group in splits:
+        if is_over():
+            break
         tick()
         row: dict[str, Any] = {"mode": mode, "decode_units": decode_group.granted}
         row["prefill_units"] = prefill_group.granted
