@@ -594,6 +594,24 @@ def test_the_partition_is_changed_over_http(
         worker.join()
 
 
+def test_a_mode_of_the_start_that_was_not_had_is_refused_when_it_is_asked_for(
+    client: TestClient, channels: Channels, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "TAKEN_OVER_TIMEOUT_S", 10.0)
+    path = Path(channels.decoder_sms_file)
+    DecoderLadder(reason="capturing the graphs failed").write(path)
+    worker = Worker(channels, make_bench("both+static:80", ladder_path=path).split)
+    worker.start()
+    try:
+        refused = client.post(status.SM_PARTITION_ROUTE, json={"mode": "both+static:80"})
+        assert refused.status_code == 400
+        assert "capturing the graphs failed" in refused.json()["detail"]
+        assert client.post(status.SM_PARTITION_ROUTE, json={"mode": "static:80"}).status_code == 200
+    finally:
+        worker.ended.set()
+        worker.join()
+
+
 def test_the_route_is_guarded_as_sglangs_own_and_a_silent_worker_is_said(client: TestClient) -> None:
     bare = {"Authorization": "Bearer wrong"}
     assert client.post(status.SM_PARTITION_ROUTE, json={"mode": "off"}, headers=bare).status_code == 401

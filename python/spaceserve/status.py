@@ -78,7 +78,8 @@ def _hand_over(channels: Channels, mode: str) -> dict[str, Any]:
             # What a worker refuses must not be what the next one starts with.
             _write(path, before if before is not None else split["mode"])
             raise SmPartitionRefused(400, split["mode_error"])
-        if split.get("mode") == mode and "mode_error" not in split:
+        # With a mask_error the mode is one of the start that could not be had in full.
+        if split.get("mode") == mode and "mode_error" not in split and "mask_error" not in split:
             return split
         time.sleep(0.05)
     raise SmPartitionRefused(503, f"the encoder worker has not taken over {mode} within {TAKEN_OVER_TIMEOUT_S:g} s")

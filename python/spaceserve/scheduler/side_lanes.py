@@ -84,7 +84,8 @@ class PrefillLanes:
             return self._whole
         partitioner, share = self._prepare()
         if self._mode.num_sms is not None:
-            return self._lane(partitioner, self._mode.num_sms)
+            # The encoder worker refuses more than there are, a moment later.
+            return self._lane(partitioner, min(self._mode.num_sms, partitioner.total_units))
         share.decode_weight = self._mode.decode_weight or share.DEFAULT_WEIGHT
         num_sms = share.units(
             prefill_tokens=batch.extend_num_tokens,
