@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers import io_struct
+from torch import nn
 
 from spaceserve.scheduler.side_lanes import lane_rungs
 from spaceserve.scheduler.side_prefill import Lane, SidePrefill, obstacle
@@ -68,6 +70,13 @@ class Event:
         self.is_done = True
 
 
+class Result:
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.copy_done = Event()
+        self.delay_sample_func = None
+
+
 class Scheduler:
     """Prefills what waits, else decodes what runs; one pass of the loop at a time."""
 
@@ -83,6 +92,9 @@ class Scheduler:
         self.inbox: list[Any] = []
         self.result_queue: deque[Any] = deque()
         self.log: list[str] = []
+        self.layers = nn.ModuleList()
+        self.backend = SimpleNamespace(forward_metadata="of nothing", workspace="shared")
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=self.backend, device_timer="timer"))
         self.request_receiver = SimpleNamespace(recv_requests=self._receive)
 
     def _receive(self) -> list[Any]:
@@ -104,13 +116,15 @@ class Scheduler:
             batch.forward_mode = SimpleNamespace(is_extend=lambda: False)
         return SimpleNamespace(batch_to_run=batch, running_batch=running_batch)
 
-    def run_batch(self, batch: Batch) -> str:
+    def run_batch(self, batch: Batch) -> Result:
         kind = "prefill" if batch.forward_mode.is_extend() else "decode"
         self.log.append(f"run {kind} {' '.join(req.rid for req in batch.reqs)}")
-        return f"result of {kind}"
+        for layer in self.layers:
+            layer(torch.zeros(()))
+        return Result(kind)
 
-    def process_batch_result(self, batch: Batch, result: str) -> None:
-        self.log.append(f"process {result}")
+    def process_batch_result(self, batch: Batch, result: Result) -> None:
+        self.log.append(f"process result of {result.kind}")
 
     def _apply_war_barrier(self) -> None: ...
 
@@ -218,9 +232,105 @@ def test_memory_pressure_waits_for_the_prefill(scheduler: Scheduler) -> None:
     assert event.is_done
 
 
+def layered(scheduler: Scheduler, count: int = 4) -> list[Any]:
+    """Give the scheduler's model `count` layers before each of which decode may go on; results in order of launch."""
+    scheduler.layers = nn.ModuleList(nn.Identity() for _ in range(count))
+    for layer in scheduler.layers:
+        layer.register_forward_pre_hook(scheduler.side._before_layer)
+    results: list[Any] = []
+    plain = scheduler.run_batch
+
+    def run_batch(batch: Batch) -> Any:
+        results.append(None)
+        place = len(results) - 1
+        results[place] = plain(batch)
+        return results[place]
+
+    scheduler.run_batch = run_batch  # type: ignore[method-assign]
+    return results
+
+
+def test_decode_steps_run_between_the_layers_of_a_prefill(scheduler: Scheduler) -> None:
+    layered(scheduler)
+    scheduler.running_batch = Batch([Req("a")], False)
+    scheduler.waiting.append(Batch([Req("b")], True))
+    log = passes(scheduler)
+    steps = log.index("process result of decode")
+    assert log[:2] == ["run prefill b", "run decode a"]
+    # Where results are ready at once, a step before each layer; else one step ahead, whose result nobody awaits.
+    assert log.count("run decode a") == (3 if scheduler.enable_overlap else 5)
+    assert steps > 1
+    assert "process result of prefill" not in log
+
+
+def test_a_step_between_layers_is_launched_when_the_one_before_has_ended(scheduler: Scheduler) -> None:
+    if not scheduler.enable_overlap:
+        pytest.skip("without overlap a step ends where it is launched")
+    results = layered(scheduler, 8)
+    scheduler.running_batch = Batch([Req("a")], False)
+    passes(scheduler)
+    scheduler.waiting.append(Batch([Req("b")], True))
+
+    def ready(*args: Any) -> None:
+        results[0].copy_done.is_done = True  # the step before the prefill
+
+    scheduler.layers[5].register_forward_pre_hook(ready, prepend=True)
+    log = passes(scheduler)
+    assert log == [
+        "run prefill b",
+        "run decode a",  # before the first layer: the device has work while the step before is not over
+        "process result of decode",  # before the sixth
+        "run decode a",
+        "process result of decode",  # the loop goes on with one step pending
+        "run decode a",
+        "process result of decode",
+    ]
+    assert len(scheduler.result_queue) == 1
+
+
+def test_state_of_the_prefill_is_put_back(scheduler: Scheduler) -> None:
+    layered(scheduler, 1)
+    plain = scheduler.run_batch
+    seen: dict[str, Any] = {}
+
+    def run_batch(batch: Batch) -> Any:
+        runner = scheduler.tp_worker.model_runner
+        if not batch.forward_mode.is_extend():
+            seen.setdefault("timer", runner.device_timer)
+            scheduler.backend.forward_metadata = "of decode"
+            return plain(batch)
+        scheduler.backend.forward_metadata = "of prefill"
+        result = plain(batch)
+        seen["metadata"] = scheduler.backend.forward_metadata
+        return result
+
+    scheduler.run_batch = run_batch  # type: ignore[method-assign]
+    scheduler.running_batch = Batch([Req("a")], False)
+    chunk = Batch([Req("b")], True)
+    chunk.chunked_req = scheduler.chunked_req = chunk.reqs[0]
+    scheduler.waiting.append(chunk)
+    passes(scheduler)
+    assert seen == {"timer": None, "metadata": "of prefill"}
+    assert scheduler.tp_worker.model_runner.device_timer == "timer"
+    assert scheduler.chunked_req is chunk.chunked_req
+
+
+def test_no_step_between_layers_without_memory_for_it(scheduler: Scheduler) -> None:
+    layered(scheduler)
+    scheduler.running_batch = Batch([Req("a")], False)
+    scheduler.running_batch.fits = False
+    scheduler.side._launch(Batch([Req("b")], True))
+    assert scheduler.log == ["run prefill b"]
+
+
+def test_decode_s_own_layers_start_nothing(scheduler: Scheduler) -> None:
+    layered(scheduler)
+    scheduler.running_batch = Batch([Req("a")], False)
+    assert passes(scheduler).count("run decode a") == 1
+
+
 def test_run_batch_finds_the_lane_s_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a prefill is launched the scheduler's streams are the lane's; afterwards its own again."""
-    import torch
 
     class Stream:
         def __init__(self) -> None:

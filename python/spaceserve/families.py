@@ -27,6 +27,7 @@ class Family:
         vision_class: its encoder, constructed in the module's namespace.
         language_class: its language model, likewise.
         head_class: its output head, likewise.
+        decoder_layers: path of the language model's list of layers in the model.
         processor: SGLang's multimodal processor of the architecture.
         vision_weights: substring of the names of all encoder weights, and of no other, in a checkpoint.
         quick_gelu_block: the encoder's layer, where it is layer norm, attention, layer norm and a QuickGELU MLP.
@@ -39,6 +40,7 @@ class Family:
     vision_class: str
     language_class: str
     head_class: str = "ParallelLMHead"
+    decoder_layers: str = "model.layers"
     processor: str = QWEN_VL_PROCESSOR
     vision_weights: str = "visual."
     quick_gelu_block: str | None = None

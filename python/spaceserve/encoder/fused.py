@@ -106,7 +106,7 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled) -> list[Hook]
         )
         if not plain:
             return original(self, x, *args, **kwargs)
-        batch, length = (1, x.shape[0]) if x.dim() == 2 else x.shape[:2]
+        batch, length = (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
         qkv, _ = self.qkv_proj(x.reshape(batch * length, -1))
         heads, kv_heads = self.num_attention_heads_per_partition, self.num_attention_kv_heads_per_partition
         queries, keys = rotate(qkv, heads, kv_heads, *angles)

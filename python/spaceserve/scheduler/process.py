@@ -295,6 +295,7 @@ def run_scheduler_process(
                 ladder=DecoderLadder if graphs is None else lambda: graphs.ladder,
                 chosen=(lambda num_sms: None) if graphs is None else graphs.note_lane,
             ),
+            lambda scheduler: scheduler.tp_worker.model_runner.model.get_submodule(family.decoder_layers),
             config.prefill_beside_decode,
         )
     if graphs is not None:

@@ -5,6 +5,10 @@ stops every running answer. Here at most one prefill batch is in flight on a sid
 SGLang's forward stream; when the device has finished it, its results are processed and its requests join the running
 batch. SGLang's scheduling, batches, result processing and CUDA graphs are used as they are.
 
+Launching a prefill keeps the host busy for 10 to 20 ms on a 7B model, four decode steps long, because its kernels are
+launched one by one. So before each of its layers the loop looks at decode, and processes the step that has ended and
+launches the next one from inside the prefill's forward.
+
 What keeps the two apart:
 
 - The KV cache. Slots are given out and taken back by the host, in program order, while the device is behind. A slot
@@ -13,11 +17,14 @@ What keeps the two apart:
   in no batch that decodes, its chunked request is hidden from SGLang's pass (which would file, or release, its
   tokens), and an abort only marks it.
 - Rows of the request table and of the relay of sampled tokens: each request has its own.
+- What SGLang's forward keeps outside its arguments: the attention back end's metadata of the batch is put back after a
+  decode step between layers, and inputs of eager forwards stay in tensors of their own (SGLang copies them into buffers
+  that eager decode, and decode graphs of the same size, use too).
 - Scratch memory. PyTorch's allocator keeps blocks per stream, the decode graphs have a pool of their own. Attention
   back ends with one workspace for all calls cannot run twice at once: see `obstacle`.
 
-On the CPU, where nothing is asynchronous, a launch runs the prefill at once and the next pass takes its results: the
-same loop, which the tests run.
+On the CPU, where nothing is asynchronous, a launch runs the prefill at once, one decode step runs in the middle of its
+layers, and the next pass takes its results: the same loop, which the tests run.
 """
 
 from __future__ import annotations
@@ -25,12 +32,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from spaceserve.hooks import Hook
 from spaceserve.sis.busy_share import BusyShare
@@ -99,6 +107,9 @@ class SidePrefill:
         self._lanes: LaneChooser | None = None
         self._copy_stream: Any = None
         self._flight: _Flight | None = None
+        self._launching: Any = None  # the batch whose prefill is being launched
+        self._theirs: dict[str, Any] = {}  # the scheduler's attributes that `_on` has replaced
+        self._decoding_between = False
         self._busy = BusyShare()
 
     def attach(self, scheduler: Any, lanes: LaneChooser | None) -> None:
@@ -108,14 +119,28 @@ class SidePrefill:
         if lanes is not None:
             self._copy_stream = torch.cuda.Stream()
 
+    def decode_between(self, layers: Sequence[nn.Module]) -> None:
+        """Let decode go on while a prefill is being launched: before each of the decoder's `layers`.
+
+        On the CPU a prefill computes where it is launched, so that a step before each layer would halve its speed:
+        there it is one, before the middle layer.
+        """
+        from sglang.srt.environ import envs
+
+        envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
+        for layer in layers if self._lanes is not None else layers[len(layers) // 2 :][:1]:
+            layer.register_forward_pre_hook(self._before_layer)
+
     @property
     def in_flight(self) -> bool:
-        """A prefill has been launched and its results were not processed yet."""
-        return self._flight is not None
+        """A prefill is being launched, or has been and its results were not processed yet."""
+        return self._flight is not None or self._launching is not None
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the prefill in flight."""
+        if self._launching is not None:
+            return int(self._launching.extend_num_tokens)
         return 0 if self._flight is None else self._flight.num_tokens
 
     def run(self) -> None:
@@ -177,29 +202,95 @@ class SidePrefill:
     def _decode(self, batch: Any) -> None:
         """Launch a decode step and process the one before it (the same step where SGLang does not overlap)."""
         scheduler = self._scheduler
-        last_batch, scheduler.last_batch = scheduler.last_batch, batch
+        had_work = bool(scheduler.result_queue) or batch is not None or self.in_flight
         result = None
-        if batch is not None:
-            result = scheduler.run_batch(batch)
-            if not scheduler.enable_overlap:
-                scheduler.process_batch_result(batch, result)
-                return
-            scheduler._apply_war_barrier()
-            scheduler.result_queue.append((batch.copy(), result))
-        if scheduler.enable_overlap and last_batch is not None:
+        if batch is None:
+            scheduler.last_batch = None
+        else:
+            result = self._launch_decode(batch)
+        while len(scheduler.result_queue) > (result is not None):
             scheduler.process_batch_result(*scheduler.result_queue.popleft())
-        elif batch is None and not self.in_flight:
+        if not had_work:
             scheduler.on_idle()
         if scheduler.enable_overlap:
             scheduler.launch_batch_sample_if_needed(result, batch)
 
-    def _launch(self, batch: Any) -> None:
+    def _launch_decode(self, batch: Any) -> Any:
+        """Launch a decode step; its result, which is still to be processed, or None where SGLang does not overlap."""
         scheduler = self._scheduler
-        assert self._flight is None
-        num_tokens, launched_s = batch.extend_num_tokens, time.monotonic()
-        if self._lanes is None:
-            self._flight = _Flight(batch, scheduler.run_batch(batch), None, num_tokens, None, launched_s)
+        scheduler.last_batch = batch
+        result = scheduler.run_batch(batch)
+        if not scheduler.enable_overlap:
+            scheduler.process_batch_result(batch, result)
+            return None
+        scheduler._apply_war_barrier()
+        scheduler.result_queue.append((batch.copy(), result))
+        return result
+
+    def _before_layer(self, layer: nn.Module, args: Any) -> None:
+        """Called by each decoder layer of an eager forward, decode's own included."""
+        if self._launching is None or self._decoding_between:
             return
+        scheduler = self._scheduler
+        pending = scheduler.result_queue
+        # SGLang is one step ahead of the device, and so is this: two steps pending, the older one to be processed.
+        if len(pending) > 1 and not pending[0][1].copy_done.query():
+            return
+        self._decoding_between = True
+        try:
+            with self._as_before():
+                if len(pending) > 1:
+                    scheduler.process_batch_result(*pending.popleft())
+                running = scheduler.running_batch
+                if running.is_empty() or not running.check_decode_mem():
+                    return  # memory for the next step is found by the loop, which can finish the prefill first
+                batch = self._next_batch()
+                if batch is None:
+                    return
+                result = self._launch_decode(batch)
+                if result is not None and result.delay_sample_func is not None:
+                    while len(pending) > 1:  # the grammar's next mask needs the token before
+                        scheduler.process_batch_result(*pending.popleft())
+                    scheduler.launch_batch_sample_if_needed(result, batch)
+        finally:
+            self._decoding_between = False
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Inside a prefill's forward, the state in which the loop calls SGLang."""
+        scheduler = self._scheduler
+        runner = scheduler.tp_worker.model_runner
+        backend, timer = runner.attn_backend, runner.device_timer
+        metadata = {name: value for name, value in vars(backend).items() if name.startswith("forward_metadata")}
+        ours = {name: getattr(scheduler, name) for name in self._theirs}
+        for name, value in self._theirs.items():
+            setattr(scheduler, name, value)
+        runner.device_timer = None  # it times one forward at a time
+        try:
+            with nullcontext() if self._lanes is None else torch.cuda.stream(scheduler.schedule_stream):
+                yield
+        finally:
+            runner.device_timer = timer
+            for name, value in ours.items():
+                setattr(scheduler, name, value)
+            for name, value in metadata.items():
+                setattr(backend, name, value)
+
+    def _launch(self, batch: Any) -> None:
+        assert self._flight is None
+        self._launching = batch
+        try:
+            self._flight = self._launched(batch, batch.extend_num_tokens, time.monotonic())
+        finally:
+            self._launching = None
+        pending = self._scheduler.result_queue
+        while len(pending) > 1:  # the loop launches the next step with one pending
+            self._scheduler.process_batch_result(*pending.popleft())
+
+    def _launched(self, batch: Any, num_tokens: int, launched_s: float) -> _Flight:
+        scheduler = self._scheduler
+        if self._lanes is None:
+            return _Flight(batch, scheduler.run_batch(batch), None, num_tokens, None, launched_s)
         lane = self._lanes.choose(scheduler, batch, self._busy.share(launched_s))
         # A slot of this batch may have been freed by a request whose last decode step still runs.
         lane.stream.wait_stream(scheduler.forward_stream)
@@ -210,7 +301,7 @@ class SidePrefill:
         self._copy_stream.wait_stream(lane.stream)
         done = torch.cuda.Event()
         done.record(self._copy_stream)
-        self._flight = _Flight(batch, result, done, num_tokens, keep_alive, launched_s)
+        return _Flight(batch, result, done, num_tokens, keep_alive, launched_s)
 
     @contextmanager
     def _on(self, lane: Lane, keep_alive: list[Any]) -> Iterator[None]:
@@ -224,12 +315,13 @@ class SidePrefill:
             "batch_record_buf": keep_alive,
             "batch_record_ct": 0,
         }
-        theirs = {name: getattr(scheduler, name) for name in ours}
+        theirs = self._theirs = {name: getattr(scheduler, name) for name in ours}
         for name, value in ours.items():
             setattr(scheduler, name, value)
         try:
             yield
         finally:
+            self._theirs = {}
             for name, value in theirs.items():
                 setattr(scheduler, name, value)
 
@@ -266,11 +358,17 @@ class SidePrefill:
                 req.to_finish = FINISH_ABORT()
 
 
-def side_prefill_hooks(side: SidePrefill, lanes_for: Any, mode: str) -> list[Hook]:
+def side_prefill_hooks(
+    side: SidePrefill,
+    lanes_for: Callable[[Any], LaneChooser | None],
+    layers_of: Callable[[Any], Sequence[nn.Module]],
+    mode: str,
+) -> list[Hook]:
     """The hooks that run `side`'s loop in place of SGLang's.
 
     Args:
         lanes_for: makes the lanes for a scheduler, once it has its model and memory.
+        layers_of: the layers of a scheduler's decoder, in order.
         mode: --prefill-beside-decode: 'on' fails where it cannot be, 'auto' says why and takes turns.
     """
 
@@ -283,6 +381,7 @@ def side_prefill_hooks(side: SidePrefill, lanes_for: Any, mode: str) -> list[Hoo
             original(scheduler)
             return
         side.attach(scheduler, lanes_for(scheduler))
+        side.decode_between(layers_of(scheduler))
         side.run()
 
     def also_abort(result: None, scheduler: Any, recv_req: Any) -> None:
