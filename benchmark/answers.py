@@ -11,12 +11,14 @@ import numpy as np
 import requests
 from PIL import Image
 
+from servebench.bodies import qwen_prompt
+
 MAX_TOKENS = 24
 TOP_LOGPROBS = 5
 ANSWER_TIMEOUT_S = 60.0
 
 Message = dict[str, Any]
-Answer = list[dict[str, Any]]  # of each token: its text, its log-probability, those of the likeliest tokens
+Answer = list[dict[str, Any]]  # of each token: its number, its log-probability, those of the likeliest tokens
 
 
 def picture_url(seed: int, width: int, height: int) -> str:
@@ -38,29 +40,29 @@ def message(text: str, *urls: str, text_first: bool = False) -> list[Message]:
 def ask(
     url: str, messages: Sequence[Message], *, max_tokens: int = MAX_TOKENS, top_logprobs: int = TOP_LOGPROBS
 ) -> Answer:
-    """The greedy answer's tokens.
+    """The greedy answer's tokens, from SGLang's own API: OpenAI's has texts of tokens, and many tokens share one.
 
     Raises RuntimeError where the server answers with an error.
     """
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    urls = [part["image_url"]["url"] for content in contents for part in content if part["type"] == "image_url"]
     body: dict[str, Any] = {
-        "model": "m",
-        "messages": list(messages),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": True,
-        "top_logprobs": top_logprobs,
+        "text": qwen_prompt(messages),
+        "sampling_params": {"max_new_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": top_logprobs,
     }
-    response = requests.post(f"{url}/v1/chat/completions", json=body, timeout=ANSWER_TIMEOUT_S)
+    if urls:
+        body["image_data"] = urls
+    response = requests.post(f"{url}/generate", json=body, timeout=ANSWER_TIMEOUT_S)
     if response.status_code != 200:
         raise RuntimeError(f"HTTP {response.status_code}: {response.text[:300]}")
+    found = response.json()["meta_info"]
     return [
-        {
-            "token": token["token"],
-            "logprob": token["logprob"],
-            "top": [[other["token"], other["logprob"]] for other in token["top_logprobs"]],
-        }
-        for token in response.json()["choices"][0]["logprobs"]["content"]
+        {"token": token, "logprob": logprob, "top": [[other, value] for value, other, *_ in likeliest]}
+        for (logprob, token, *_), likeliest in zip(
+            found["output_token_logprobs"], found["output_top_logprobs"], strict=True
+        )
     ]
 
 

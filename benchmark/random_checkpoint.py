@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+import dummy_model
 
 # Of the logits over the vocabulary: the head's rows times a final state of unit scale.
 LOGIT_STD = 4.0
@@ -113,6 +117,16 @@ def write_weights(folder: Path, *, seed: int = 0, device: str = "cpu") -> int:
     tensors = random_tensors(config, seed, device)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+
+
+def write_model_apart(shape: str, folder: Path, *, tokenizer: Path, device: str) -> None:
+    """A model of dummy_model.py with random weights, drawn in a process that ends: no CUDA context stays in this one.
+
+    Raises ValueError for a shape or tokenizer that cannot be used, CalledProcessError where the weights fail.
+    """
+    dummy_model.write(shape, folder, tokenizer)
+    command = [sys.executable, __file__, str(folder), "--device", device]
+    subprocess.run(command, check=True, timeout=120)
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ import concurrent.futures
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any
 
 import requests
 
-import dummy_model
+import random_checkpoint
 from answers import MAX_TOKENS, ask, compare, message, picture_url
 from servebench import arms, servers
 from servebench.environment import describe, scrub
@@ -128,11 +127,7 @@ def make_model(options: argparse.Namespace, folder: Path) -> Path:
     """The checkpoint to serve: the one given, or a random one of the named shape."""
     if options.model is not None:
         return Path(options.model)
-    dummy_model.write(options.shape, folder, options.tokenizer)
-    # In a process of its own: this one must hold no CUDA context while servers run.
-    device = "cuda" if options.device == "cuda" else "cpu"
-    script = Path(__file__).with_name("random_checkpoint.py")
-    subprocess.run([sys.executable, str(script), str(folder), "--device", device], check=True, timeout=120)
+    random_checkpoint.write_model_apart(options.shape, folder, tokenizer=options.tokenizer, device=options.device)
     return folder
 
 
