@@ -22,7 +22,7 @@ reported (kernels round differently in other batches), and that reads equal what
 
 **answers**: the canary's answers in the crowd against its answer alone, as above within stock's noise.
 
-Writes OUT_DIR/correctness.json, the answers themselves and the servers' logs; prints a table last. Exit status 0: all hold.
+Writes OUT_DIR/correctness.json, the answers and the servers' logs; prints a table last. Exit status 0: all hold.
 """
 
 from __future__ import annotations

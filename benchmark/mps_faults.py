@@ -265,9 +265,16 @@ class Watched:
         return None
 
     def mps_processes(self, program: str) -> list[psutil.Process]:
-        """Running MPS processes whose pipe directory lies in this server's folder."""
-        found = []
+        """Running MPS processes of this server: by their pipe directory, the daemon's pid file, or the status page."""
         mark = f"CUDA_MPS_PIPE_DIRECTORY={self.folder}".encode()
+        named: set[int] = set()
+        if program == CONTROL:
+            for file in self.folder.glob(f"spaceserve-mps-*/pipe/{CONTROL}.pid"):
+                with contextlib.suppress(OSError, ValueError):
+                    named.add(int(file.read_text().strip()))
+        elif self.is_up():
+            named.update((self.status().get("mps") or {}).get("servers", []))
+        found = []
         for process in psutil.process_iter():
             try:
                 command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
@@ -275,7 +282,8 @@ class Watched:
                     continue
                 if program == CONTROL and b"-d" not in command:  # only asks the daemon something
                     continue
-                if mark in Path(f"/proc/{process.pid}/environ").read_bytes() and servers._alive(process):
+                is_own = process.pid in named or mark in Path(f"/proc/{process.pid}/environ").read_bytes()
+                if is_own and servers._alive(process):
                     found.append(process)
             except OSError:
                 continue
