@@ -342,6 +342,8 @@ class DecodeCudaGraphRunner:
         )
         self.backend: Any = FullCudaGraphBackend()
         self.captured: list[tuple[Any, int]] = []
+        self.kv_pool: Any = SimpleNamespace(alt_stream=None)
+        self.alt_streams: set[Any] = set()
         self.fail_at = fail_at
 
     def _make_graph_key(self, size: int, stream_idx: Any = None, variant_label: Any = None) -> Any:
@@ -352,6 +354,7 @@ class DecodeCudaGraphRunner:
         if len(self.captured) == self.fail_at:
             raise RuntimeError("out of something")
         self.captured.append((self.backend.stream, size))
+        self.alt_streams.add(self.kv_pool.alt_stream)
         self.backend._graphs[size, stream_idx, variant_label] = "graph"
         self.backend._outputs[size, stream_idx, variant_label] = "out"
 
@@ -390,6 +393,7 @@ def model_runner(runner: Any, **changes: Any) -> Any:
         "is_draft_worker": False,
         "spec_algorithm": SimpleNamespace(is_none=lambda: True),
         "model": SimpleNamespace(forward=lambda: None),
+        "token_to_kv_pool": SimpleNamespace(alt_stream=None),
         "decode_cuda_graph_runner": runner,
     }
     fields |= {name: value for name, value in changes.items() if name in fields}
@@ -463,7 +467,11 @@ def captured_graphs(tmp_path: Path) -> DecodeGraphs:
 
 def test_sglang_s_sizes_are_captured_on_every_group(tmp_path: Path, on_a_gpu: SimpleNamespace) -> None:
     graphs, runner = captured_graphs(tmp_path), DecodeCudaGraphRunner()
-    graphs.capture(model_runner(runner))
+    kv_pool = SimpleNamespace(alt_stream="another stream")
+    runner.kv_pool = kv_pool
+    graphs.capture(model_runner(runner, token_to_kv_pool=kv_pool))
+    assert runner.alt_streams == {None}  # what is captured there would run on all SMs
+    assert kv_pool.alt_stream == "another stream"
     sizes = [64, 8, 4, 2, 1]  # SGLang's, within the bound, the largest first
     assert [(stream.name, size) for stream, size in runner.captured] == [
         (f"stream of {units}", size) for units in (64, 48, 32) for size in sizes

@@ -20,7 +20,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,11 @@ class DecodeGraphs:
         runner.buffers.seq_lens_cpu.fill_(runner.seq_len_fill_value)
         runner.buffers.reset_index_buffers()
         captured: list[int] = []
-        with model_capture_mode(), freeze_gc(model_runner.server_args.enable_cudagraph_gc):
+        with (
+            model_capture_mode(),
+            freeze_gc(model_runner.server_args.enable_cudagraph_gc),
+            _on_one_stream(model_runner.token_to_kv_pool),
+        ):
             for group in decoder_groups(partitioner):
                 free, _ = torch.cuda.mem_get_info()
                 if free < MIN_FREE_BYTES:
@@ -224,6 +229,19 @@ class DecodeGraphs:
     def _write(self) -> None:
         steps = {str(units): count for units, count in sorted(self._steps.items())}
         self.ladder.write(self._path, **self._cost, steps=steps)
+
+
+@contextmanager
+def _on_one_stream(kv_pool: Any) -> Iterator[None]:
+    """While a graph is captured SGLang writes V on another stream where it has no kernel for both: on all SMs."""
+    alt_stream = getattr(kv_pool, "alt_stream", None)
+    if alt_stream is not None:
+        kv_pool.alt_stream = None
+    try:
+        yield
+    finally:
+        if alt_stream is not None:
+            kv_pool.alt_stream = alt_stream
 
 
 def decoder_groups(partitioner: Partitioner) -> list[Any]:
