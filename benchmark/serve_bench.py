@@ -23,12 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import timeline_record
-from servebench import arms, headline, matrix, plan, report, servers
+from servebench import arms, headline, kept, matrix, plan, report, servers
 from servebench.arms import Arm
 from servebench.environment import gpu_query
 from servebench.matrix import Entry
 from servebench.memory import memory_lines
 from servebench.results import Results
+from servebench.servers_together import ServersTogether
 from servebench.session import Session, SessionConfig, session_table
 from servebench.together import TogetherSession
 
@@ -52,6 +53,11 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeline", type=Path, help="with --together: at the end record encode beside decode into this folder"
+    )
+    parser.add_argument(
+        "--keep-servers",
+        type=Path,
+        help="with --together: use the servers that this file names, and let all go on at the end (see stop)",
     )
     parser.add_argument("--max-requests", type=int, help="cut every workload to this many, to try things out")
     parser.add_argument(
@@ -94,15 +100,17 @@ def run(options: argparse.Namespace) -> int:
         names = list(group.arms)
     if not names or not workloads:
         raise ValueError("give --arms and --workloads, or --set")
-    if options.timeline and not options.together:
-        raise ValueError("--timeline goes with --together; timeline_record.py starts a server of its own")
+    if (options.timeline or options.keep_servers) and not options.together:
+        raise ValueError("--timeline and --keep-servers go with --together (timeline_record.py works on its own)")
     chosen = prepare_arms(options, names)
     entries = [cut_entry(Entry.parse(text), options.max_requests) for text in workloads]
     if options.set and options.arms:
         entries = [kept for entry in entries if (kept := within(entry, {arm.name for arm in chosen})) is not None]
     work_dir = Path(tempfile.mkdtemp(prefix="serve-bench-"))
+    trace_dir = (options.keep_servers.resolve().parent if options.keep_servers else work_dir) / "trace"
     if options.timeline:
-        chosen = [timeline_record.traced(arm, work_dir) if arm.ours else arm for arm in chosen]
+        trace_dir.mkdir(parents=True, exist_ok=True)
+        chosen = [timeline_record.traced(arm, trace_dir) if arm.ours else arm for arm in chosen]
     try:
         config = SessionConfig(
             model=options.model,
@@ -124,14 +132,16 @@ def run(options: argparse.Namespace) -> int:
             retry_failed=options.retry_failed,
             command=stored_command(sys.argv),
         )
-        session = make_session(options, config, chosen, entries)
+        session = make_session(options, config, chosen, entries, trace_dir)
         try:
             jobs = session.run()
         finally:
             if options.log_dir:
                 options.log_dir.mkdir(parents=True, exist_ok=True)
-                for log in work_dir.glob("*.log"):
-                    shutil.copy(log, options.log_dir / log.name)
+                kept_logs = options.keep_servers.parent.glob("*.log") if options.keep_servers else ()
+                for log in [*work_dir.glob("*.log"), *kept_logs]:
+                    if log.parent.resolve() != options.log_dir.resolve():
+                        shutil.copy(log, options.log_dir / log.name)
         if options.device == "cuda":
             gpus = [row[0] for row in gpu_query("name")]
             headline.store_shipped_bound(session.results, model_name, gpus, Path(options.model))
@@ -169,7 +179,7 @@ def prepare_arms(options: argparse.Namespace, names: list[str]) -> list[Arm]:
 
 
 def make_session(
-    options: argparse.Namespace, config: SessionConfig, chosen: list[Arm], entries: list[Entry]
+    options: argparse.Namespace, config: SessionConfig, chosen: list[Arm], entries: list[Entry], trace_dir: Path
 ) -> Session:
     """The session; with ``--bundle`` every stored slice is packed at once, for a call that is cut short."""
 
@@ -177,14 +187,14 @@ def make_session(
         if options.bundle:
             session.results.bundle(options.bundle)
 
-    def draw_timeline(up: servers.ServersTogether) -> None:
+    def draw_timeline(up: ServersTogether) -> None:
         name = next((arm.name for arm in chosen if arm.ours and arm.name in up.start_s), None)
         if name is None or name in up.failed:
             return
         load = timeline_record.Load(side=max(28, int(timeline_record.Load.side * options.scale)))
         try:
             url = up.groups[name][-1].url
-            print(timeline_record.record(url, config.work_dir, options.timeline, load), flush=True)
+            print(timeline_record.record(url, trace_dir, options.timeline, load), flush=True)
         except (ValueError, OSError) as error:
             print(f"no timeline: {error}", flush=True)
 
@@ -192,7 +202,7 @@ def make_session(
     if options.together:
         at_end, at_end_s = (draw_timeline, TIMELINE_S) if options.timeline else (None, 0.0)
         expected = plan.expected_rates(options.expect_s) if options.device == "cuda" or options.expect_s else {}
-        session = TogetherSession(config, chosen, entries, pack, expected, at_end, at_end_s)
+        session = TogetherSession(config, chosen, entries, pack, expected, at_end, at_end_s, options.keep_servers)
     else:
         session = Session(config, chosen, entries, pack)
     return session
@@ -238,6 +248,11 @@ def show_plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def stop(options: argparse.Namespace) -> int:
+    print(f"{kept.stop_all(options.keep_servers)} servers ended")
+    return 0
+
+
 def write_report(options: argparse.Namespace) -> int:
     results = Results(options.results)
     for model in sorted({data["model"] for data in results.slices()}):
@@ -271,9 +286,11 @@ def main(argv: list[str] | None = None) -> int:
     reporter = commands.add_parser("report", help="table and plots from all slices")
     reporter.add_argument("--results", type=Path, required=True)
     reporter.add_argument("--plots", action="store_true")
+    stopper = commands.add_parser("stop", help="end the servers that --keep-servers left")
+    stopper.add_argument("--keep-servers", type=Path, required=True)
     options = parser.parse_args(argv)
     try:
-        return {"run": run, "plan": show_plan, "report": write_report}[options.command](options)
+        return {"run": run, "plan": show_plan, "report": write_report, "stop": stop}[options.command](options)
     except ValueError as error:
         parser.error(str(error))
 

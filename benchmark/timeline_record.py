@@ -101,6 +101,8 @@ def record(url: str, folder: Path, out: Path, load: Load) -> str:
 
     Raises ValueError where a process did not record.
     """
+    if (folder / "go").exists():
+        raise ValueError(f"the server that records into {folder.name} has done so already: it does once")
     send(url, replace(load, texts=1, text_tokens=4, images=2, lead_s=0.0, image_tokens=4), SEED)
     (folder / "go").touch()
     try:

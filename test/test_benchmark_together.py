@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tarfile
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 import serve_bench
-from servebench import headline, memory, plan
+from servebench import headline, kept, memory, plan
 from servebench.arms import Arm, ServerSpec
 from servebench.matrix import SETS, Entry
 from servebench.results import DONE, FAILED, Results, SliceKey
@@ -65,7 +66,12 @@ def requests_seen(arm: dict[str, Any]) -> int:
 
 
 def leftover() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "fake_server" in " ".join(p.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is none
+            if "fake_server" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_one_start_serves_all_and_relative_rates_follow_in_the_same_call(tmp_path: Path) -> None:
@@ -128,6 +134,39 @@ def test_an_arm_that_dies_fails_its_slice_and_is_left_out_of_the_rest(tmp_path: 
     assert [[arm["arm"] for arm in data["arms"]] for data in results.slices()] == [["spaceserve", "stock-mixed"]]
     assert len(session.failures) == 1
     assert leftover() == []
+
+
+def test_servers_that_are_kept_serve_the_next_call(tmp_path: Path) -> None:
+    names = tmp_path / "up" / "servers.json"
+    names.parent.mkdir()
+
+    def session(arms: list[Arm], text: str) -> TogetherSession:
+        made = TogetherSession(config(tmp_path), arms, [Workload.parse(text)], kept=names)
+        made.run()
+        assert not made.failures
+        return made
+
+    try:
+        session([OURS, STOCK], "text@50x3")
+        first = {p.pid for p in leftover()}
+        assert len(first) == 2
+        # Of the two that run one is asked for with other flags, and is started beside the old one.
+        session([OURS, fake_arm("stock", "--tpot-ms 1")], "text@60x3")
+        assert len({p.pid for p in leftover()} - first) == 1
+        (text,) = [data for data in Results(tmp_path / "results").slices() if data["workload"] == "text@60x3"]
+        assert requests_seen(text["arms"][0]) == 2 + 3 + 2 + 3
+        assert requests_seen(text["arms"][1]) == 2 + 3
+        mps = Arm("stock-mps", STOCK.servers, ours=False, needs_mps=True)
+        refused = TogetherSession(config(tmp_path), [mps], [Workload.parse("text@70x3")], kept=names)
+        with pytest.raises(ValueError, match="MPS"):
+            refused.run()
+    finally:
+        assert kept.stop_all(names) == 2
+        for process in leftover():
+            process.kill()
+            process.wait()
+    assert not names.exists()
+    assert kept.stop_all(names) == 0
 
 
 def test_less_time_means_fewer_arms_before_none(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -56,13 +55,24 @@ def free_ports(count: int) -> list[int]:
             sock.close()
 
 
+class ProcessLike(Protocol):
+    """What a server's process is asked for: a child's Popen has it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | Any: ...
+
+    def poll(self) -> int | None: ...
+
+
 @dataclass
 class Server:
     """A running server process group."""
 
     spec: ServerSpec
     url: str
-    process: subprocess.Popen[bytes]
+    process: ProcessLike
     log: Path
 
     def tail(self) -> str:
@@ -191,76 +201,6 @@ def running_arm(arm: Arm, *, model: str, work_dir: Path, start_timeout_s: float)
         finally:
             for server in reversed(servers):
                 server.stop()
-    wait_memory_returned(before_mib)
-
-
-class ServersTogether:
-    """Servers of several arms that start and run at once. Arms that fail are in ``failed`` (name to reason)."""
-
-    def __init__(self, arms: Sequence[Arm], model: str, work_dir: Path, stack: contextlib.ExitStack) -> None:
-        self.groups: dict[str, list[Server]] = {}
-        self.failed: dict[str, str] = {}
-        self.start_s: dict[str, float] = {}
-        self._arms, self._model, self._work_dir = {arm.name: arm for arm in arms}, model, work_dir
-        self._begin = time.monotonic()
-        ports = free_ports(2 * len(arms))
-        self._ports = {arm.name: (ports[2 * place], ports[2 * place + 1]) for place, arm in enumerate(arms)}
-        self._env: dict[str, dict[str, str]] = {}
-        for arm in arms:
-            self.groups[arm.name] = []
-            try:
-                self._env[arm.name] = stack.enter_context(mps_daemon()) if arm.needs_mps else {}
-                self._start_next(arm)
-            except (ServerFailed, OSError, ValueError) as error:
-                self._fail(arm.name, str(error))
-
-    def _start_next(self, arm: Arm) -> None:
-        group, (port, port2) = self.groups[arm.name], self._ports[arm.name]
-        spec = arm.servers[len(group)]
-        values = {"model": self._model, "port": str(port), "port2": str(port2)}
-        log = self._work_dir / f"{arm.name}.{spec.role}.log"
-        group.append(start_server(spec, log, port if spec.role == "server" else port2, self._env[arm.name], values))
-
-    def _fail(self, name: str, reason: str) -> None:
-        self.failed[name] = reason
-        self.stop([name])
-
-    def wait_ready(self, deadline: float) -> None:
-        """Until every arm answers or has failed, as those have that are not ready at ``deadline`` (monotonic)."""
-        waiting = [name for name in self._arms if name not in self.failed]
-        while waiting:
-            for name in list(waiting):
-                arm, group = self._arms[name], self.groups[name]
-                try:
-                    ready = group[-1].is_ready(deadline)
-                    if ready and len(group) < len(arm.servers):
-                        self._start_next(arm)
-                    elif ready:
-                        self.start_s[name] = round(time.monotonic() - self._begin, 1)
-                        waiting.remove(name)
-                except (ServerFailed, OSError) as error:
-                    self._fail(name, str(error))
-                    waiting.remove(name)
-            if waiting:
-                time.sleep(0.2)
-
-    def stop(self, names: Iterable[str]) -> None:
-        """End these arms' servers, all at the same time."""
-        ending = [server for name in names for server in self.groups[name]]
-        with ThreadPoolExecutor(max(1, len(ending))) as pool:
-            list(pool.map(Server.stop, ending))
-
-
-@contextlib.contextmanager
-def running_together(arms: Sequence[Arm], *, model: str, work_dir: Path) -> Iterator[ServersTogether]:
-    """Start all arms' servers at once; they are up after ``wait_ready``. All are stopped in the end."""
-    before_mib = gpu_memory_used_mib()
-    with contextlib.ExitStack() as stack:
-        together = ServersTogether(arms, model, work_dir, stack)
-        try:
-            yield together
-        finally:
-            together.stop(together.groups)
     wait_memory_returned(before_mib)
 
 

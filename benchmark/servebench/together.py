@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from servebench import servers
 from servebench.arms import Arm
@@ -12,6 +13,7 @@ from servebench.bodies import BodyFile
 from servebench.matrix import EXPECTED_S, Entry
 from servebench.plan import STOP_S, WARMUP_S_PER_SIZE, plan_lines, replay_s, saturation_size
 from servebench.results import DONE
+from servebench.servers_together import ServersTogether, running_together
 from servebench.session import Job, Session, SessionConfig, arm_head, new_session_id, one_line
 from servebench.workload import Workload, make_trace
 
@@ -23,7 +25,7 @@ class TogetherSession(Session):
 
     A server that waits launches nothing on the GPU (docs/benchmarking.md), but holds its memory: every arm needs the
     same ``--max-total-tokens``. ``at_end`` is called on the servers after the last workload; ``at_end_s`` seconds are
-    kept for it.
+    kept for it. ``kept`` names servers of an earlier call to use, and these are not stopped (see ``running_together``).
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class TogetherSession(Session):
         workloads: Sequence[Workload | Entry],
         on_stored: Callable[[], None] = lambda: None,
         expected: Mapping[str, float] = EXPECTED_S,
-        at_end: Callable[[servers.ServersTogether], None] | None = None,
+        at_end: Callable[[ServersTogether], None] | None = None,
         at_end_s: float = 0.0,
+        kept: Path | None = None,
     ) -> None:
         super().__init__(config, arms, workloads, on_stored)
-        self._at_end, self._reserve_s = at_end, STOP_S + at_end_s
+        self._at_end, self._reserve_s, self._kept = at_end, STOP_S + at_end_s, kept
         self._importance = [arm.name for arm in arms]
         self._by_name = {arm.name: arm for arm in arms}
         self._expected = expected
@@ -87,7 +90,9 @@ class TogetherSession(Session):
         config = self.config
         needed = {name for entry in entries for name in entry.arms_of(self._importance)}
         starting = [arm for arm in self.arms if arm.name in needed]
-        with servers.running_together(starting, model=config.model, work_dir=config.work_dir) as up:
+        # Logs of servers that are kept must outlive this call's folder.
+        logs = config.work_dir if self._kept is None else self._kept.parent
+        with running_together(starting, model=config.model, work_dir=logs, kept=self._kept) as up:
             for entry in self._likely(entries):  # while the servers start
                 self._early_bodies(entry.workload)
             up.wait_ready(time.monotonic() + min(config.start_timeout_s, max(5.0, self.end - time.monotonic())))
@@ -132,7 +137,7 @@ class TogetherSession(Session):
         self._bodies_by_name[workload.name] = bodies = self._bodies(trace)
         return bodies
 
-    def _run_entry(self, entry: Entry, up: servers.ServersTogether) -> Job | None:
+    def _run_entry(self, entry: Entry, up: ServersTogether) -> Job | None:
         """Run one workload on its arms. None where no time is left for it or its S is not known."""
         names = tuple(name for name in entry.arms_of(self._importance) if name not in up.failed)
         if not names:
