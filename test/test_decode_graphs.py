@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from spaceserve.scheduler.decode_graphs import (
     step_counter,
 )
 from spaceserve.scheduler.encoder_watch import ATTACH_NS, STALE_NS, EncoderWatch
+from spaceserve.scheduler.side_lanes import PrefillLanes
 from spaceserve.sis.decoder_ladder import DecoderLadder
 from spaceserve.sis.prefill_share import PrefillShare
 from spaceserve.sis.standin import standin_curves
@@ -132,6 +134,35 @@ def test_prefill_s_share_knows_what_a_masked_decode_costs() -> None:
     )
     assert PrefillShare(curves, (100,))._at(100) == (10.9 / 6.0, 1.6)
     assert PrefillShare(curves, (100,), "both")._at(100) == (9.0 / 6.0, 2.0)
+
+
+def test_lanes_of_prefill_follow_the_mask_mode_and_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "the device's stream")
+    made: list[str] = []
+    noted: list[int] = []
+
+    def share(partitioner: Any, mask_mode: str) -> Any:
+        made.append(mask_mode)
+        units = {"encoder": 92, "both": 84}[mask_mode]
+        return SimpleNamespace(rungs=(units,), units=lambda **state: units, decode_weight=1.0, DEFAULT_WEIGHT=1.0)
+
+    partitioner: Any = SimpleNamespace(
+        total_units=132, group=lambda n: SimpleNamespace(stream=f"stream of {n}", granted=n)
+    )
+    mode = tmp_path / "mode"
+    lanes = PrefillLanes(132, "both+sis", mode, lambda: partitioner, share, noted.append)
+    req = SimpleNamespace(seqlen=10)
+    scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=[req]), waiting_queue=[])
+    batch = SimpleNamespace(extend_num_tokens=5, prefix_lens=[0], reqs=[req])
+    assert lanes.choose(scheduler, batch, 0.0).num_sms == 84
+    for number, (text, expected) in enumerate((("sis", 92), ("both+static:100", 100), ("static:1000", 132)), 1):
+        mode.write_text(text + "\n")
+        os.utime(mode, ns=(number, number))
+        assert lanes.choose(scheduler, batch, 0.0).num_sms == expected
+    scheduler.running_batch.reqs = []
+    assert lanes.choose(scheduler, batch, 0.0).num_sms == 132
+    assert noted == [84, 92, 100, 132, 132]
+    assert made == ["both", "encoder"]
 
 
 # ---- the encoder's board
