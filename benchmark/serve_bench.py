@@ -55,6 +55,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeline", type=Path, help="with --together: at the end record encode beside decode into this folder"
     )
     parser.add_argument(
+        "--timeline-later", action="store_true", help="start servers able to record; a later call on them does it"
+    )
+    parser.add_argument(
         "--keep-servers",
         type=Path,
         help="with --together: use the servers that this file names, and let all go on at the end (see stop)",
@@ -200,7 +203,9 @@ def make_session(
 
     session: Session
     if options.together:
-        at_end, at_end_s = (draw_timeline, TIMELINE_S) if options.timeline else (None, 0.0)
+        at_end, at_end_s = (
+            (draw_timeline, TIMELINE_S) if options.timeline and not options.timeline_later else (None, 0.0)
+        )
         expected = plan.expected_rates(options.expect_s) if options.device == "cuda" or options.expect_s else {}
         session = TogetherSession(config, chosen, entries, pack, expected, at_end, at_end_s, options.keep_servers)
     else:

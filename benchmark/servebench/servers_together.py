@@ -10,8 +10,7 @@ from pathlib import Path
 
 from servebench import kept as kept_servers
 from servebench.arms import Arm
-from servebench.environment import gpu_memory_used_mib
-from servebench.servers import Server, ServerFailed, free_ports, mps_daemon, start_server, wait_memory_returned
+from servebench.servers import Server, ServerFailed, free_ports, mps_daemon, start_server
 
 
 class ServersTogether:
@@ -66,13 +65,13 @@ class ServersTogether:
                     elif ready:
                         self.start_s[name] = round(time.monotonic() - self._begin, 1)
                         waiting.remove(name)
+                        if self._kept is not None:
+                            kept_servers.save(self._kept, self.groups, self.start_s)
                 except (ServerFailed, OSError) as error:
                     self._fail(name, str(error))
                     waiting.remove(name)
             if waiting:
                 time.sleep(0.2)
-        if self._kept is not None:
-            kept_servers.save(self._kept, self.groups, self.start_s)
 
     def stop(self, names: Iterable[str]) -> None:
         """End these arms' servers, all at the same time."""
@@ -90,7 +89,6 @@ def running_together(
     an MPS daemon of the runner's, which ends with it, together with ``kept``."""
     if kept is not None and any(arm.needs_mps for arm in arms):
         raise ValueError("servers under the runner's MPS daemon cannot be kept")
-    before_mib = gpu_memory_used_mib()
     with contextlib.ExitStack() as stack:
         together = ServersTogether(arms, model, work_dir, stack, kept)
         try:
@@ -98,6 +96,3 @@ def running_together(
         finally:
             # Before they were written down nobody would find them again.
             together.stop(name for name in list(together.groups) if kept is None or not together.start_s.get(name))
-    if kept is not None:
-        return
-    wait_memory_returned(before_mib)
