@@ -150,9 +150,13 @@ def test_servers_that_are_kept_serve_the_next_call(tmp_path: Path) -> None:
         session([OURS, STOCK], "text@50x3")
         first = {p.pid for p in leftover()}
         assert len(first) == 2
-        # Of the two that run one is asked for with other flags, and is started beside the old one.
+        # Of the two that run one is asked for with other flags, and takes the place of the old one.
         session([OURS, fake_arm("stock", "--tpot-ms 1")], "text@60x3")
-        assert len({p.pid for p in leftover()} - first) == 1
+        second = {p.pid for p in leftover()}
+        assert (len(second), len(second - first)) == (2, 1)
+        # What a call does not need is not forgotten.
+        session([MIXED], "text@80x3")
+        assert set(json.loads(names.read_text())) == {"spaceserve", "stock", "stock-mixed"}
         (text,) = [data for data in Results(tmp_path / "results").slices() if data["workload"] == "text@60x3"]
         assert requests_seen(text["arms"][0]) == 2 + 3 + 2 + 3
         assert requests_seen(text["arms"][1]) == 2 + 3
@@ -161,7 +165,7 @@ def test_servers_that_are_kept_serve_the_next_call(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="MPS"):
             refused.run()
     finally:
-        assert kept.stop_all(names) == 2
+        assert kept.stop_all(names) == 3
         for process in leftover():
             process.kill()
             process.wait()

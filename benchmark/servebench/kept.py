@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from servebench.arms import Arm
+from servebench.arms import Arm, ServerSpec
 from servebench.results import write_atomic
 from servebench.servers import Server, http
 
@@ -34,8 +34,8 @@ class FoundProcess:
 
 
 def save(path: Path, groups: dict[str, list[Server]], start_s: dict[str, float]) -> None:
-    """Write down the servers of the arms in ``start_s``, which are those that are up."""
-    arms: dict[str, Any] = {}
+    """Write down the servers of the arms in ``start_s``, which are those that are up, beside other arms' in the file."""
+    arms: dict[str, Any] = read(path)
     for name, seconds in start_s.items():
         rows = []
         for server in groups[name]:
@@ -49,13 +49,15 @@ def save(path: Path, groups: dict[str, list[Server]], start_s: dict[str, float])
 
 
 def load(path: Path, arms: Iterable[Arm]) -> tuple[dict[str, list[Server]], dict[str, float]]:
-    """The servers of ``arms`` that still run with the same command, and how long their start took."""
-    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    """The servers of ``arms`` that still run with the same command, and how long their start took. Those of an arm
+    whose command is another now are stopped."""
+    stored = read(path)
     groups: dict[str, list[Server]] = {}
     start_s: dict[str, float] = {}
     for arm in arms:
         rows = stored.get(arm.name, {"servers": []})["servers"]
         if [row["template"] for row in rows] != [spec.template for spec in arm.servers]:
+            stop_rows(rows)
             continue
         group = [
             Server(spec, row["url"], FoundProcess(row["pid"], row["created_s"]), Path(row["log"]))
@@ -68,15 +70,22 @@ def load(path: Path, arms: Iterable[Arm]) -> tuple[dict[str, list[Server]], dict
 
 def stop_all(path: Path) -> int:
     """End every server that the file names and that still runs, and remove the file; how many there were."""
-    from servebench.arms import ServerSpec
-
-    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    count = 0
-    for entry in stored.values():
-        for row in entry["servers"]:
-            process = FoundProcess(row["pid"], row["created_s"])
-            if process.poll() is None:
-                Server(ServerSpec("server", row["template"]), row["url"], process, Path(row["log"])).stop()
-                count += 1
+    count = sum(stop_rows(entry["servers"]) for entry in read(path).values())
     path.unlink(missing_ok=True)
+    return count
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def stop_rows(rows: Iterable[dict[str, Any]]) -> int:
+    """End those that still run; how many there were."""
+    count = 0
+    for row in rows:
+        process = FoundProcess(row["pid"], row["created_s"])
+        if process.poll() is None:
+            Server(ServerSpec("server", row["template"]), row["url"], process, Path(row["log"])).stop()
+            count += 1
     return count
