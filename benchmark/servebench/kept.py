@@ -34,7 +34,7 @@ class FoundProcess:
 
 
 def save(path: Path, groups: dict[str, list[Server]], start_s: dict[str, float]) -> None:
-    """Write down the servers of the arms in ``start_s``, which are those that are up, beside other arms' in the file."""
+    """Write down the servers of the arms in ``start_s``, which are up, beside what the file has of other arms."""
     arms: dict[str, Any] = read(path)
     for name, seconds in start_s.items():
         rows = []
