@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +39,7 @@ def test_the_hooks_fit_sglang(family: Any) -> None:
     hooks = fused_hooks(family, compile_with=lambda function: function)
     for hook in hooks:
         check_signature(hook)
-    assert len(hooks) == (5 if family.quick_gelu_block else 3)
+    assert len(hooks) == (4 if family.quick_gelu_block else 3)
 
 
 def test_rotation_is_sglangs() -> None:
@@ -69,6 +72,17 @@ def test_gelu_and_norm_are_those_of_the_block() -> None:
     torch.testing.assert_close(quick_gelu(x), QuickGELU.forward_native(None, x))
 
 
+class Parallel(nn.Module):
+    """A parallel linear layer that is no plain product of one rank: only its call counts."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.plain, self.quant_method, self.tp_size = plain, object(), 1
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.plain(x), None
+
+
 class Attention(nn.Module):
     """SGLang's VisionAttention as far as the hook reads it, with a backend that records what it is given."""
 
@@ -76,12 +90,12 @@ class Attention(nn.Module):
         super().__init__()
         self.projection = nn.Linear(DIM, 3 * DIM)
         self.output = nn.Linear(DIM, DIM)
-        self.qkv_proj = lambda x: (self.projection(x), None)
-        self.proj = lambda x: (self.output(x), None)
+        self.qkv_proj, self.proj = Parallel(self.projection), Parallel(self.output)
         self.use_qkv_parallel, self.qkv_backend_name = True, backend
         self.head_size, self.q_size, self.kv_size, self.softmax_scale = HEAD_DIM, DIM, DIM, None
         self.num_attention_heads_per_partition = self.num_attention_kv_heads_per_partition = HEADS
-        self.customized_position_embedding_applier = self.sinks = None
+        self.customized_position_embedding_applier = None
+        self.sinks: torch.Tensor | None = None
         self.qk_normalization = self.qk_normalization_by_head_size = False
         self.qkv_backend = SimpleNamespace(forward=self.attend)
         self.seen: dict[str, Any] = {}
@@ -123,12 +137,55 @@ def test_attention_equals_the_plain_formula() -> None:
 def test_other_attention_is_left_to_sglang(change: str) -> None:
     attention = Attention("triton_attn" if change == "backend" else "fa3")
     attention.qk_normalization = change == "norm"
-    attention.sinks = torch.zeros(1) if change == "sinks" else None
+    if change == "sinks":
+        attention.sinks = torch.zeros(1)
     position = angles(TOKENS, HEAD_DIM // 2 if change == "angles" else HEAD_DIM)
     function = hook_of("VisionAttention.forward").function
     assert function(lambda *args, **kwargs: "original", attention, torch.zeros(1, 2), position_embeddings=position) == (
         "original"
     )
+
+
+ENCODE_TWICE = """
+import sys
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import prepare_server_args
+from spaceserve.encoder import fused
+from spaceserve.encoder.model import VisionEncoder, encoder_only_hooks
+from spaceserve.families import find_family
+from spaceserve.hooks import install
+
+fused.STRIDED_BACKENDS = ("sdpa",)
+args = prepare_server_args(["--model-path", sys.argv[1], "--device", "cpu", "--disable-overlap-schedule"])
+family = find_family(ModelConfig.from_server_args(args).hf_config.architectures)
+install(encoder_only_hooks(family))
+encoder = VisionEncoder(args, sys.argv[2])
+vision = encoder.hf_config.vision_config
+patch_dim = vision.in_chans * vision.temporal_patch_size * vision.patch_size**2
+grids = [(1, 4, 6), (1, 2, 2), (2, 6, 4)]
+torch.manual_seed(0)
+pixels = [torch.randn(t * h * w, patch_dim) for t, h, w in grids]
+plain = encoder.encode(pixels, grids).clone()
+functions = []
+install(fused.fused_hooks(family, compile_with=lambda function: functions.append(function) or function))
+torch.testing.assert_close(encoder.encode(pixels, grids), plain)
+assert len(functions) == 3
+calls = []
+original = fused.linear
+fused.linear = lambda layer, x: calls.append(type(layer).__name__) or original(layer, x)
+encoder.encode(pixels, grids)
+assert len(calls) == 4 * len(encoder.blocks()), calls
+print("equal")
+"""
+
+
+def test_the_demo_model_s_features_are_sglang_s(tmp_path: Path) -> None:
+    model = Path(__file__).parent.parent / "python" / "spaceserve" / "demo" / "model"
+    command = [sys.executable, "-c", ENCODE_TWICE, str(model), str(tmp_path / "init")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "equal" in result.stdout
 
 
 def test_longest_sequence_is_found_on_the_host() -> None:

@@ -6,6 +6,8 @@ Attention and products are SGLang's; what changes is what stands between them:
 - The queries and keys that rotary embedding makes are contiguous whatever comes in: the copies of q, k and v before it
   go, and attention reads v where the projection wrote it.
 - The residual and the layer norm that follows it are one kernel.
+- A layer is ten launches and little Python. SGLang's takes 0.6 ms of the host for each (measured on an H200's host),
+  20 ms for 32 layers, which is more than the device needs for an image of less than 1024 x 1024.
 - The longest sequence, and the rotary angles of a grid, are known on the host. SGLang asks the device for the first
   and copies the second for each batch, so that the host could not launch a batch while the one before computes.
 
@@ -64,6 +66,18 @@ def add_layer_norm(
     return total, nn.functional.layer_norm(total, weight.shape, weight, bias, eps)
 
 
+def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """A parallel linear layer of SGLang; without its dispatch where it is a plain product of one rank."""
+    if (
+        type(layer.quant_method).__name__ == "UnquantizedLinearMethod"
+        and layer.tp_size == 1
+        and not layer.skip_bias_add
+    ):
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    output: torch.Tensor = layer(x)[0]
+    return output
+
+
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -89,27 +103,24 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled) -> list[Hook]
     """
     gelu, rotate, add_norm = (compile_with(f) for f in (quick_gelu, rotate_queries_and_keys, add_layer_norm))
 
-    def fused_gelu(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return gelu(x)
-
     def attention(original: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         angles = kwargs.get("position_embeddings")
         plain = (
-            not args
+            angles is not None
+            and not args
             and self.use_qkv_parallel
             and self.qkv_backend_name in STRIDED_BACKENDS
-            and angles is not None
             and angles[0].shape[-1] == self.head_size
             and self.customized_position_embedding_applier is None
             and not (self.qk_normalization or self.qk_normalization_by_head_size)
             and self.sinks is None
         )
-        if not plain:
+        if angles is None or not plain:
             return original(self, x, *args, **kwargs)
         batch, length = (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
-        qkv, _ = self.qkv_proj(x.reshape(batch * length, -1))
+        qkv = linear(self.qkv_proj, x.reshape(batch * length, -1))
         heads, kv_heads = self.num_attention_heads_per_partition, self.num_attention_kv_heads_per_partition
-        queries, keys = rotate(qkv, heads, kv_heads, *angles)
+        queries, keys = rotate(qkv, heads, kv_heads, angles[0], angles[1])
         output = self.qkv_backend.forward(
             q=queries,
             k=keys,
@@ -120,13 +131,14 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled) -> list[Hook]
             forward_metadata=kwargs.get("forward_metadata"),
             softmax_scale=self.softmax_scale,
         )
-        output, _ = self.proj(output.reshape(batch, length, -1))
-        return output
+        return linear(self.proj, output.reshape(batch, length, -1))
 
     def qwen2_block(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        attended = self.attn(self.norm1(x).transpose(0, 1), *args, **kwargs).transpose(0, 1)
-        x, normed = add_norm(x, attended, self.norm2.weight, self.norm2.bias, self.norm2.eps)
-        return x + self.mlp(normed)
+        first, second, mlp = self.norm1, self.norm2, self.mlp
+        normed = nn.functional.layer_norm(x, first.normalized_shape, first.weight, first.bias, first.eps)
+        attended = self.attn.forward(normed.transpose(0, 1), *args, **kwargs).transpose(0, 1)
+        x, normed = add_norm(x, attended, second.weight, second.bias, second.eps)
+        return x + linear(mlp.fc2, gelu(linear(mlp.fc1, normed)))
 
     def metadata(original: Callable[..., Any], cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("max_seqlen") is None and cu_seqlens.device.type == "cpu":
@@ -160,17 +172,10 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled) -> list[Hook]
     if family.quick_gelu_block is not None:
         hooks += [
             Hook(
-                target="sglang.srt.layers.activation.QuickGELU.forward_cuda",
-                function=fused_gelu,
-                kind="replace",
-                why="one kernel",
-                parameters=("x",),
-            ),
-            Hook(
                 target=f"{family.target(family.quick_gelu_block)}.forward",
                 function=qwen2_block,
                 kind="replace",
-                why="residual and layer norm in one kernel",
+                why="a layer of few kernels and little Python",
                 parameters=("x", "cu_seqlens", "position_embeddings", "forward_metadata"),
             ),
         ]
