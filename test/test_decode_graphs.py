@@ -154,13 +154,13 @@ def test_lanes_of_prefill_follow_the_mask_mode_and_are_noted(tmp_path: Path, mon
     req = SimpleNamespace(seqlen=10)
     scheduler = SimpleNamespace(running_batch=SimpleNamespace(reqs=[req]), waiting_queue=[])
     batch = SimpleNamespace(extend_num_tokens=5, prefix_lens=[0], reqs=[req])
-    assert lanes.choose(scheduler, batch, 0.0).num_sms == 84
+    assert lanes.choose(scheduler, batch, 0.0, 0.0).num_sms == 84
     for number, (text, expected) in enumerate((("sis", 92), ("both+static:100", 100), ("static:1000", 132)), 1):
         mode.write_text(text + "\n")
         os.utime(mode, ns=(number, number))
-        assert lanes.choose(scheduler, batch, 0.0).num_sms == expected
+        assert lanes.choose(scheduler, batch, 0.0, 0.0).num_sms == expected
     scheduler.running_batch.reqs = []
-    assert lanes.choose(scheduler, batch, 0.0).num_sms == 132
+    assert lanes.choose(scheduler, batch, 0.0, 0.0).num_sms == 132
     assert noted == [84, 92, 100, 132, 132]
     assert made == ["both", "encoder"]
 

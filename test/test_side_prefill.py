@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
@@ -362,11 +363,19 @@ def test_run_batch_finds_the_lane_s_streams(monkeypatch: pytest.MonkeyPatch) -> 
     seen: dict[str, Any] = {}
 
     def run_batch(batch: Batch) -> str:
+        time.sleep(0.02)
+        side._between_s += 0.01  # as a decode step between its layers does
         seen.update({name: getattr(scheduler, name) for name in theirs})
         return "result"
 
     scheduler.run_batch = run_batch
-    side.attach(scheduler, SimpleNamespace(choose=lambda scheduler, batch, prefill_load: lane))
+    given: list[float] = []
+
+    def choose(scheduler: Any, batch: Batch, prefill_load: float, host_ms: float) -> Lane:
+        given.append(host_ms)
+        return lane
+
+    side.attach(scheduler, SimpleNamespace(choose=choose))
     side._launch(Batch([Req("a")], True))
     assert seen["forward_stream"] is lane.stream
     assert seen["forward_stream_ctx"] == ("context", lane.stream)
@@ -377,6 +386,10 @@ def test_run_batch_finds_the_lane_s_streams(monkeypatch: pytest.MonkeyPatch) -> 
     assert side._copy_stream.waited_for == [lane.stream]
     assert side._flight is not None
     assert side._flight.done.stream is side._copy_stream
+    side._flight = None
+    side._launch(Batch([Req("b")], True))
+    assert given[0] == 0.0
+    assert given[1] > 0.0, "the next lane is chosen with what this launch took"
 
 
 def server(**changes: Any) -> Any:
@@ -466,6 +479,26 @@ def test_prefill_share_moves_with_the_load(measured: bool) -> None:
     by_load = [units(2, 8, load) for load in (0.0, 0.3, 0.6, 0.9)]
     assert by_load == sorted(by_load)
     assert by_load[0] < by_load[-1]
+
+
+def test_a_prefill_bound_by_its_launch_gets_the_units_that_decode_feels_least() -> None:
+    """No group makes it quicker than the host can launch it, so requests that wait gain nothing by more units."""
+    share = PrefillShare(replace(standin_curves(), sharing=SHARING), range(52, 132, 16))
+
+    def units(tokens: int, host_ms: float) -> int:
+        return share.units(
+            prefill_tokens=tokens,
+            prefix_tokens=0,
+            num_waiting=16,
+            prefill_load=0.5,
+            decode_batch=8,
+            mean_context_tokens=200,
+            host_ms=host_ms,
+        )
+
+    assert units(64, 0.0) == 132
+    assert units(64, 20.0) < 100
+    assert units(5329, 20.0) == 132, "this one is bound by the device"
 
 
 def test_prefill_share_between_measured_sizes() -> None:

@@ -86,6 +86,7 @@ class EncoderGate:
         self._segment_users: dict[str, int] = {}
         self._ended_segments: deque[tuple[float, str]] = deque()
         self._radix_keys: dict[int, bytes] = {}  # pad value -> key of images whose tokens the RadixCache was given
+        self.num_ready = 0  # requests that the last pass could have admitted and did not
         self.in_pass = False  # SGLang's scheduling pass is running: nothing may enter its queue now
         self.num_elided = 0
 

@@ -112,6 +112,7 @@ def gate_hooks(
                 order = {id(req): position for position, req in enumerate(waiting)}
                 scheduler.waiting_queue = sorted(left + held, key=lambda req: order.get(id(req), len(order)))
             gate.after_pass(candidates, scheduler.waiting_queue)
+            gate.num_ready = len(left)
             if publisher is not None:
                 publisher.publish(scheduler, 0 if batch is None else batch.extend_num_tokens)
         if held and batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
@@ -292,6 +293,7 @@ def run_scheduler_process(
                 lanes_for,
                 config,
                 Path(channels.sm_partition_file),
+                num_ready=lambda: gate.num_ready,
                 ladder=DecoderLadder if graphs is None else lambda: graphs.ladder,
                 chosen=(lambda num_sms: None) if graphs is None else graphs.note_lane,
             ),

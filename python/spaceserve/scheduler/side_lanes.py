@@ -46,6 +46,7 @@ class PrefillLanes:
         mode_path: the file in which a changed mode is written while the server runs (status.py).
         partitioner_factory, share_factory: make what a mode needs, at its first use; the latter for a mask mode.
         chosen: called with the SMs of each lane that is chosen.
+        num_ready: how many requests wait for a prefill and for nothing else.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class PrefillLanes:
         partitioner_factory: Callable[[], Partitioner],
         share_factory: Callable[[Partitioner, MaskMode], PrefillShare],
         chosen: Callable[[int], None] = lambda num_sms: None,
+        num_ready: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._num_ready = num_ready
         self._chosen = chosen
         # With nothing to decode a prefill may use every SM.
         self._whole = Lane(torch.cuda.Stream(), num_sms)
@@ -71,13 +74,13 @@ class PrefillLanes:
         if self._mode.kind != "off":
             self._prepare()
 
-    def choose(self, scheduler: Any, batch: Any, prefill_load: float) -> Lane:
-        """The lane for the prefill `batch` beside what `scheduler` decodes now; `prefill_load` as in PrefillShare."""
-        lane = self._choose(scheduler, batch, prefill_load)
+    def choose(self, scheduler: Any, batch: Any, prefill_load: float, host_ms: float) -> Lane:
+        """The lane for the prefill `batch` beside what `scheduler` decodes now; the others as in PrefillShare."""
+        lane = self._choose(scheduler, batch, prefill_load, host_ms)
         self._chosen(lane.num_sms)
         return lane
 
-    def _choose(self, scheduler: Any, batch: Any, prefill_load: float) -> Lane:
+    def _choose(self, scheduler: Any, batch: Any, prefill_load: float, host_ms: float) -> Lane:
         self._follow()
         running = scheduler.running_batch.reqs
         if not running or self._mode.kind == "off":
@@ -90,10 +93,11 @@ class PrefillLanes:
         num_sms = share.units(
             prefill_tokens=batch.extend_num_tokens,
             prefix_tokens=max(batch.prefix_lens, default=0),
-            num_waiting=len(batch.reqs) + len(scheduler.waiting_queue),
+            num_waiting=len(batch.reqs) + self._num_ready(),
             prefill_load=prefill_load,
             decode_batch=len(running),
             mean_context_tokens=sum(req.seqlen for req in running) / len(running),
+            host_ms=host_ms,
         )
         return self._lane(partitioner, num_sms)
 
@@ -128,12 +132,14 @@ def lanes_for(
     mode_path: Path,
     scheduler: Any,
     *,
+    num_ready: Callable[[], int],
     ladder: Callable[[], DecoderLadder] = DecoderLadder,
     chosen: Callable[[int], None] = lambda num_sms: None,
 ) -> PrefillLanes | None:
     """Lanes as `--sm-partition` asks for; None on the CPU.
 
     Args:
+        num_ready: how many requests wait for a prefill and for nothing else.
         ladder: groups of decode, if it has any.
         chosen: called with the SMs of each prefill's lane.
     """
@@ -159,4 +165,5 @@ def lanes_for(
         partial(serving_partitioner, str(device), prepare="nothing"),
         share_of,
         chosen,
+        num_ready,
     )

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # Back ends without state that a prefill and a decode step in flight would share.
 CONCURRENT_ATTENTION_BACKENDS = ("fa3",)
 
+HOST_TIME_ALPHA = 0.2
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -60,7 +62,7 @@ class Lane:
 class LaneChooser(Protocol):
     """Says where a prefill batch runs; `side_lanes.PrefillLanes` is the one with SM groups."""
 
-    def choose(self, scheduler: Any, batch: Any, prefill_load: float) -> Lane: ...
+    def choose(self, scheduler: Any, batch: Any, prefill_load: float, host_ms: float) -> Lane: ...
 
 
 @dataclass
@@ -110,6 +112,8 @@ class SidePrefill:
         self._launching: Any = None  # the batch whose prefill is being launched
         self._theirs: dict[str, Any] = {}  # the scheduler's attributes that `_on` has replaced
         self._decoding_between = False
+        self._between_s = 0.0  # spent with decode inside the prefill that is being launched
+        self._host_ms = 0.0  # what launching a prefill takes, without that: mean of the last few
         self._busy = BusyShare()
 
     def attach(self, scheduler: Any, lanes: LaneChooser | None) -> None:
@@ -237,6 +241,7 @@ class SidePrefill:
         if len(pending) > 1 and not pending[0][1].copy_done.query():
             return
         self._decoding_between = True
+        started_s = time.monotonic()
         try:
             with self._as_before():
                 if len(pending) > 1:
@@ -254,6 +259,7 @@ class SidePrefill:
                     scheduler.launch_batch_sample_if_needed(result, batch)
         finally:
             self._decoding_between = False
+            self._between_s += time.monotonic() - started_s
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -291,12 +297,16 @@ class SidePrefill:
         scheduler = self._scheduler
         if self._lanes is None:
             return _Flight(batch, scheduler.run_batch(batch), None, num_tokens, None, launched_s)
-        lane = self._lanes.choose(scheduler, batch, self._busy.share(launched_s))
+        lane = self._lanes.choose(scheduler, batch, self._busy.share(launched_s), self._host_ms)
         # A slot of this batch may have been freed by a request whose last decode step still runs.
         lane.stream.wait_stream(scheduler.forward_stream)
         keep_alive: list[Any] = [None, None]
+        self._between_s = 0.0
         with self._on(lane, keep_alive):
+            begun_s = time.monotonic()
             result = scheduler.run_batch(batch)
+            host_ms = 1e3 * (time.monotonic() - begun_s - self._between_s)
+            self._host_ms += HOST_TIME_ALPHA * (host_ms - self._host_ms)
             scheduler.launch_batch_sample_if_needed(result, batch)
         self._copy_stream.wait_stream(lane.stream)
         done = torch.cuda.Event()

@@ -17,6 +17,7 @@ def summed_delay_ms(
     alone_ms: float,
     beside_ms: float,
     decode_weight: float,
+    latency_ms: float = 0.0,
 ) -> float:
     """Milliseconds of delay, summed over requests.
 
@@ -25,6 +26,8 @@ def summed_delay_ms(
         num_waiting: requests that wait for it; load: share of time that such work is done, in [0, 1).
         decode_batch: requests that decode; alone_ms, beside_ms: their step without the work and beside it.
         decode_weight: what a decoding request's delay counts against a waiting one's.
+        latency_ms: the least that the work takes on any units, such as the host's time to launch it. Requests wait for
+            it, and decode does not suffer from it.
     """
     lost = max(0.0, 1.0 - alone_ms / beside_ms) if beside_ms > 0 else 0.0
-    return work_ms * (num_waiting / (1 - load) + decode_weight * decode_batch * lost)
+    return max(work_ms, latency_ms) * num_waiting / (1 - load) + work_ms * decode_weight * decode_batch * lost

@@ -7,10 +7,11 @@ before the queue is empty; each decoding request makes a token d(n) times as slo
 T_P(n) * (1 - 1 / d(n)). The choice is the n of the least delay summed over requests, as SIS's for the encoder
 (policy.py, "least_delay"):
 
-    T_P(n) * (q / (1 - r) + w * b * (1 - 1 / d(n))),
+    max(T_P(n), h) * q / (1 - r) + w * T_P(n) * b * (1 - 1 / d(n)),
 
-q requests waiting, r the share of time that prefill is busy, b requests decoding, and w = `decode_weight` for what a
-streaming answer's delay counts against a waiting one's.
+h the host's time to launch a prefill, below which no group makes it quicker, q requests waiting for a prefill alone, r
+the share of time that prefill is busy, b requests decoding, and w = `decode_weight` for what a streaming answer's delay
+counts against a waiting one's.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class PrefillShare:
         prefill_load: float,
         decode_batch: int,
         mean_context_tokens: float,
+        host_ms: float = 0.0,
     ) -> int:
         """The rung for a prefill of `prefill_tokens` after `prefix_tokens` cached ones.
 
@@ -69,6 +71,7 @@ class PrefillShare:
             num_waiting: requests that this prefill serves, and those that wait behind it.
             prefill_load: share of time that prefill was busy lately, in [0, 1).
             decode_batch, mean_context_tokens: what decodes meanwhile.
+            host_ms: the host's time to launch a prefill.
         """
         alone_ms = self._curves.at(self._total).decode_step_ms(decode_batch, mean_context_tokens)
 
@@ -88,6 +91,7 @@ class PrefillShare:
                 alone_ms=alone_ms,
                 beside_ms=beside_ms,
                 decode_weight=self.decode_weight,
+                latency_ms=host_ms,
             )
 
         return min(self.rungs, key=delay)
