@@ -369,7 +369,7 @@ def test_a_missing_feature_is_an_error_and_never_an_encode(bench: Bench) -> None
 
 def test_the_log_line_shows_gate_and_store(bench: Bench, tmp_path: Path) -> None:
     status_file = tmp_path / "status.json"
-    log_line = ImagesInLogLine(bench.gate.summary, status_file)
+    log_line = ImagesInLogLine((bench.gate.summary, lambda: ""), status_file)
 
     def shown(message: str) -> str:
         record = logging.LogRecord("sglang", logging.INFO, "", 0, message, None, None)

@@ -390,6 +390,7 @@ def test_run_batch_finds_the_lane_s_streams(monkeypatch: pytest.MonkeyPatch) -> 
     side._launch(Batch([Req("b")], True))
     assert given[0] == 0.0
     assert given[1] > 0.0, "the next lane is chosen with what this launch took"
+    assert side.summary().startswith("last prefill: 64 SMs, 10 tokens launched in ")
 
 
 def server(**changes: Any) -> Any:

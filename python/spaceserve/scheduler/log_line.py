@@ -1,11 +1,11 @@
-"""What SGLang's line about each prefill batch says of images: the gate's requests, and the feature store's state."""
+"""What SGLang's line about each prefill batch says more: images that wait, the feature store, the last prefill."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ class ImagesInLogLine(logging.Filter):
     """Adds to SGLang's line about each prefill batch.
 
     Args:
-        gate_summary: what the gate says of its requests now.
+        summaries: what this process says of its state now: the gate's requests, the last prefill.
         status_file: where the encoder worker leaves its state; it may not exist yet.
     """
 
-    def __init__(self, gate_summary: Callable[[], str], status_file: Path) -> None:
+    def __init__(self, summaries: Sequence[Callable[[], str]], status_file: Path) -> None:
         super().__init__()
-        self._gate_summary = gate_summary
+        self._summaries = summaries
         self._status_file = status_file
         self._store_summary = ""
         self._read_s = float("-inf")
@@ -52,7 +52,8 @@ class ImagesInLogLine(logging.Filter):
         """Always passes the record."""
         if isinstance(record.msg, str) and record.msg.startswith("Prefill batch"):
             self._read()
-            record.msg = ", ".join(part for part in (record.msg, self._gate_summary(), self._store_summary) if part)
+            ours = [summary() for summary in self._summaries]
+            record.msg = ", ".join(part for part in (record.msg, *ours, self._store_summary) if part)
         return True
 
     def _read(self) -> None:

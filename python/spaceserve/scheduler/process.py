@@ -272,10 +272,10 @@ def run_scheduler_process(
         metrics = FeatureStoreMetrics(labels, block_bytes=0)
     gate = EncoderGate(view, link, config.encoder_timeout_s, metrics)
     publisher = DecodePublisher(channels.state_board(dp_rank or 0)) if is_entry_rank else None
-    log_line = ImagesInLogLine(gate.summary, Path(channels.status_file))
+    side = SidePrefill()
+    log_line = ImagesInLogLine((gate.summary, side.summary), Path(channels.status_file))
     logging.getLogger("sglang.srt.managers.scheduler_components.metrics_reporter").addFilter(log_line)
     on_gpu = server_args.device == "cuda"
-    side = SidePrefill()
     graphs = None
     if is_entry_rank:
         graphs = decode_graphs(

@@ -113,6 +113,8 @@ class SidePrefill:
         self._theirs: dict[str, Any] = {}  # the scheduler's attributes that `_on` has replaced
         self._decoding_between = False
         self._between_s = 0.0  # spent with decode inside the prefill that is being launched
+        self._between_steps = 0
+        self._last = ""
         self._host_ms = 0.0  # what launching a prefill takes, without that: mean of the last few
         self._busy = BusyShare()
 
@@ -146,6 +148,10 @@ class SidePrefill:
         if self._launching is not None:
             return int(self._launching.extend_num_tokens)
         return 0 if self._flight is None else self._flight.num_tokens
+
+    def summary(self) -> str:
+        """The prefill launched last, in the style of SGLang's log lines; empty before the first, and on the CPU."""
+        return self._last
 
     def run(self) -> None:
         """SGLang's event loop, until the scheduler exits."""
@@ -253,6 +259,7 @@ class SidePrefill:
                 if batch is None:
                     return
                 result = self._launch_decode(batch)
+                self._between_steps += 1
                 if result is not None and result.delay_sample_func is not None:
                     while len(pending) > 1:  # the grammar's next mask needs the token before
                         scheduler.process_batch_result(*pending.popleft())
@@ -301,12 +308,16 @@ class SidePrefill:
         # A slot of this batch may have been freed by a request whose last decode step still runs.
         lane.stream.wait_stream(scheduler.forward_stream)
         keep_alive: list[Any] = [None, None]
-        self._between_s = 0.0
+        self._between_s, self._between_steps = 0.0, 0
         with self._on(lane, keep_alive):
             begun_s = time.monotonic()
             result = scheduler.run_batch(batch)
             host_ms = 1e3 * (time.monotonic() - begun_s - self._between_s)
             self._host_ms += HOST_TIME_ALPHA * (host_ms - self._host_ms)
+            self._last = (
+                f"last prefill: {lane.num_sms} SMs, {num_tokens} tokens launched in {host_ms:.1f} ms, "
+                f"{self._between_steps} decode steps meanwhile"
+            )
             scheduler.launch_batch_sample_if_needed(result, batch)
         self._copy_stream.wait_stream(lane.stream)
         done = torch.cuda.Event()
