@@ -4,8 +4,8 @@
 
 Attention: FA3 as SGLang's vision layers call it, cuDNN through torch's SDPA, and FA4's kernel for Hopper (package
 flash-attn-4, where it can be imported) with several tiles, over the heads of Qwen2-VL's encoder (16 of 80). Then the
-encoder of Qwen2-VL-7B with random weights, as SGLang runs it and with `spaceserve.encoder.fused`. Writes
-encoder-kernels.json; one line for each row, times in ms. Nothing else should compute on the GPU.
+encoder of Qwen2-VL-7B with random weights, as SGLang runs it and with `spaceserve.encoder.fused`, and what one launch of
+each kind costs the host. Writes encoder-kernels.json; one line for each row, times in ms. Nothing else should compute on the GPU.
 """
 
 from __future__ import annotations
@@ -142,6 +142,34 @@ def measure_attention(budget_s: float, result: dict[str, Any]) -> None:
         print(f"{kernel:14}", {name: round(row["ms"], 3) for name, row in rows.items() if "ms" in row}, flush=True)
 
 
+def measure_host(result: dict[str, Any]) -> None:
+    """Microseconds of the host for one launch of each kind, with so little work that the device keeps up."""
+    from spaceserve.encoder.fused import _compiled, quick_gelu
+
+    x = torch.randn(16, 1280, device="cuda", dtype=torch.bfloat16)
+    weight, bias = torch.randn(1280, 1280, device="cuda", dtype=torch.bfloat16), x[0].clone()
+    attended = Inputs([16])
+    calls: dict[str, Callable[[], Any]] = {
+        "add": partial(torch.add, x, x),
+        "layer norm": partial(torch.nn.functional.layer_norm, x, (1280,), bias, bias, 1e-6),
+        "linear": partial(torch.nn.functional.linear, x, weight, bias),
+        "compiled gelu": partial(_compiled(quick_gelu), x),
+        "attention": partial(fa3, attended),
+    }
+    rows = result.setdefault("host_us", {})
+    with torch.inference_mode():
+        for name, call in calls.items():
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+            begun = time.monotonic()
+            for _ in range(200):
+                call()
+            rows[name] = 1e6 * (time.monotonic() - begun) / 200
+            torch.cuda.synchronize()
+    print(f"{'host, us':14}", {name: round(us, 1) for name, us in rows.items()}, flush=True)
+
+
 def measure_encoder(tokenizer: Path, work_dir: Path, result: dict[str, Any]) -> None:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import prepare_server_args
@@ -200,6 +228,7 @@ def main() -> int:
     torch.manual_seed(0)
     result: dict[str, Any] = {"command": scrub(shlex.join(sys.argv)), "environment": describe(REPO)}
     try:
+        measure_host(result)
         measure_attention(options.attention_s, result)
         with tempfile.TemporaryDirectory() as work_dir:
             measure_encoder(options.tokenizer, Path(work_dir), result)
