@@ -392,7 +392,7 @@ def test_integrity_check_sees_damage() -> None:
     with pytest.raises(AssertionError, match="holders"):
         store.check_integrity()
     store._entries[A].num_holders = 0
-    store._extents.remove(0)
+    store._entries._extents.remove(0)
     with pytest.raises(AssertionError, match="not in the table"):
         store.check_integrity()
 

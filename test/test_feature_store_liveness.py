@@ -88,7 +88,7 @@ class World:
 
     def signature(self) -> object:
         """Equal for states from which the same can happen: extents, states, order of use, phases."""
-        entries = sorted(self.store._entries.values(), key=lambda entry: entry.last_use)
+        entries = sorted(self.store._entries.all(), key=lambda entry: entry.last_use)
         return (
             tuple(self.phase),
             tuple((entry.key, entry.state, entry.start, tuple(sorted(entry.wanted_by))) for entry in entries),

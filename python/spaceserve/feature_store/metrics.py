@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from spaceserve.feature_store.store import EVICTION_REASONS, StoreStats
+from spaceserve.feature_store.answers import StoreStats
+from spaceserve.feature_store.entries import EVICTION_REASONS
 
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

@@ -1,6 +1,7 @@
-"""Bookkeeping of the encoder feature store: which image's features lie where in the slab, and who needs them.
+"""The encoder feature store: requests, what they want and hold of the slab's features, and what is encoded for them.
 
-The encoder worker owns one store and calls it from one thread. The store touches no memory and reads no clock.
+The encoder worker owns one store and calls it from one thread. The store touches no memory and reads no clock. Where
+features lie and what is evicted for others is the business of `entries.py`, the host tier that of `spill.py`.
 
 Life of an entry (one per content address)::
 
@@ -19,104 +20,20 @@ can reserve: see `Layout.plan`. Who may try first is the encode queue's business
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
-from spaceserve.feature_store.extents import EvictionTier, ExtentTable, Placement
-from spaceserve.feature_store.host_store import HostStats, HostStore
+from spaceserve.feature_store.answers import Lookup, RegisterResult, StoreStats, Ticket
+from spaceserve.feature_store.entries import Entries, Entry, State, check
+from spaceserve.feature_store.host_store import HostStore
 from spaceserve.feature_store.rebuild_cost import RebuildCost
+from spaceserve.feature_store.spill import HostSpill
 
-EVICTION_REASONS = ("radix_cached", "pressure", "wanted", "repack", "flush")
+__all__ = ["FeatureStore", "ItemTooLarge", "Lookup", "RegisterResult", "StoreStats", "Ticket"]
 
 
 class ItemTooLarge(ValueError):
     """An image, or a request's distinct images together, need more blocks than the slab has."""
-
-
-class Lookup(Enum):
-    """What `register` found for one key."""
-
-    READY = "ready"  # features are in the slab
-    IN_FLIGHT = "in_flight"  # reserved or being encoded for another request
-    PENDING = "pending"  # another request wants it too; it has no place in the slab yet
-    HOST = "host"  # features are in the host tier, and no place in the slab is theirs yet
-    MISS = "miss"  # nobody else wants it
-
-
-class _State(Enum):
-    WANTED = "wanted"
-    RESERVED = "reserved"
-    ENCODING = "encoding"
-    READY = "ready"
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """Where one image's features lie: rows [offset_tokens, offset_tokens + num_tokens) of the slab.
-
-    The slab is [num_slab_tokens, feature_dim] of the model's dtype. `generation` is given once in a store's life: an
-    extent that is taken again has another.
-    """
-
-    key: bytes
-    offset_tokens: int
-    num_tokens: int
-    generation: int
-
-
-@dataclass(frozen=True)
-class RegisterResult:
-    """What `register` found for each distinct key of the call."""
-
-    lookups: Mapping[bytes, Lookup]
-
-    def keys(self, lookup: Lookup) -> list[bytes]:
-        """Keys with this outcome, in the order of the call."""
-        return [key for key, found in self.lookups.items() if found is lookup]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreStats:
-    """Counts of blocks now (free + cached + pinned + reserved = num_blocks), and totals since the start."""
-
-    num_blocks: int
-    block_tokens: int
-    free_blocks: int
-    cached_blocks: int  # ready, held by no request: evictable
-    pinned_blocks: int  # ready and held
-    reserved_blocks: int  # reserved or being encoded
-    largest_free_blocks: int
-    num_entries: int
-    num_requests: int
-    hits: int
-    coalesced: int
-    misses: int
-    evictions: Mapping[str, int]  # by reason, see EVICTION_REASONS
-    host: HostStats | None = None  # None without a host tier
-
-    @property
-    def used_blocks(self) -> int:
-        """Blocks that are not free."""
-        return self.num_blocks - self.free_blocks
-
-
-@dataclass(slots=True)
-class _Entry:
-    key: bytes
-    num_tokens: int
-    num_patches: int
-    num_blocks: int
-    rebuild_us: int
-    state: _State = _State.WANTED
-    start: int | None = None
-    generation: int = -1
-    last_use: int = 0
-    radix_cached: bool = False
-    # Set by clear() on features that must not outlive the requests that use them now.
-    drop_when_unheld: bool = False
-    wanted_by: dict[str, None] = field(default_factory=dict)  # an ordered set of rids
-    num_holders: int = 0  # how many of them have a reservation
 
 
 @dataclass(slots=True)
@@ -146,22 +63,11 @@ class FeatureStore:
         host: HostStore | None = None,
         save: Callable[[Ticket, int], None] | None = None,
     ) -> None:
-        if block_tokens < 1:
-            raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
-        self._extents = ExtentTable(num_blocks)
-        self._num_blocks = num_blocks
-        self._block_tokens = block_tokens
-        self._host = host
-        self._save = save
-        self._rebuild_cost_ms = rebuild_cost_ms if rebuild_cost_ms is not None else RebuildCost()
-        self._entries: dict[bytes, _Entry] = {}
-        self._entry_at: dict[int, _Entry] = {}  # by first block
+        self._spill = HostSpill(host, save)
+        self._entries = Entries(num_blocks, block_tokens, rebuild_cost_ms or RebuildCost(), self._spill)
         self._requests: dict[str, _Request] = {}
-        self._last_generation = 0
-        self._tick = 0
         self._version = 0
         self._hits = self._coalesced = self._misses = 0
-        self._evictions = dict.fromkeys(EVICTION_REASONS, 0)
 
     # ------------------------------------------------------------------ requests
 
@@ -189,11 +95,11 @@ class FeatureStore:
         request = self._requests.get(rid)
         known_keys: Iterable[bytes] = request.keys if request is not None else ()
         total_blocks = sum(self._entries[key].num_blocks for key in known_keys if key not in sizes)
-        total_blocks += sum(self._blocks_for(num_tokens) for num_tokens, _ in sizes.values())
-        if total_blocks > self._num_blocks:
+        total_blocks += sum(self._entries.blocks_for(num_tokens) for num_tokens, _ in sizes.values())
+        if total_blocks > self._entries.num_blocks:
             raise ItemTooLarge(
-                f"request {rid} needs {total_blocks} blocks of {self._block_tokens} tokens for its images, "
-                f"the feature store has {self._num_blocks}"
+                f"request {rid} needs {total_blocks} blocks of {self._entries.block_tokens} tokens for its images, "
+                f"the feature store has {self._entries.num_blocks}"
             )
 
         if request is None:
@@ -206,15 +112,13 @@ class FeatureStore:
         for key, (num_tokens, num_patches) in sizes.items():
             entry = self._entries.get(key)
             if entry is None:
-                rebuild_us = round(self._rebuild_cost_ms(num_patches) * 1000)
-                entry = _Entry(key, num_tokens, num_patches, self._blocks_for(num_tokens), rebuild_us)
-                self._entries[key] = entry
+                entry = self._entries.add(key, num_tokens, num_patches)
             lookups[key] = self._lookup(entry, rid)
             if key not in request.keys:
                 request.keys[key] = None
                 entry.wanted_by[rid] = None
                 self._count(lookups[key])
-                self._touch(entry)
+                self._entries.touch(entry)
         return RegisterResult(lookups)
 
     def try_reserve(self, rid: str) -> bool:
@@ -230,26 +134,16 @@ class FeatureStore:
         if request.failed_at_version == self._version:
             return False
         entries = [self._entries[key] for key in request.keys]
-        planned = self._plan(entries)
-        if planned is None:
+        plan = self._entries.plan(entries)
+        if plan is None:
             request.failed_at_version = self._version
             return False
-        placement, moved, to_place = planned
         self._changed()
-        for entry in moved:
-            self._evict(entry, "repack", request.keys)
-        for start in placement.evicted:
-            victim = self._entry_at[start]
-            self._evict(victim, _reason(self._tier(victim)), request.keys)
-        for entry, start in zip(to_place, placement.starts, strict=True):
-            self._last_generation += 1
-            self._extents.add(start, entry.num_blocks)
-            self._entry_at[start] = entry
-            entry.start, entry.generation, entry.state = start, self._last_generation, _State.RESERVED
+        self._entries.carry_out(plan, keep=request.keys)
         request.holds = True
         for entry in entries:
             entry.num_holders += 1
-            self._reprice(entry)
+            self._entries.reprice(entry)
         return True
 
     def release(self, rid: str) -> list[bytes]:
@@ -271,7 +165,7 @@ class FeatureStore:
             del entry.wanted_by[rid]
             if not entry.wanted_by:
                 unwanted.append(key)
-            self._settle(entry)
+            self._entries.settle(entry)
         return unwanted
 
     def keys_to_encode(self, rid: str) -> list[bytes]:
@@ -286,7 +180,7 @@ class FeatureStore:
         request = self._request(rid)
         if not request.holds:
             return []
-        return [key for key in request.keys if self._entries[key].state is _State.RESERVED]
+        return [key for key in request.keys if self._entries[key].state is State.RESERVED]
 
     def holds(self, rid: str) -> bool:
         """Whether `try_reserve` has succeeded for all that `rid` wants now. An unknown rid holds nothing."""
@@ -296,7 +190,7 @@ class FeatureStore:
     def remaining_patches(self, rid: str) -> int:
         """Patches of `rid`'s images whose features are not in the slab now: what TWSRFT orders requests by."""
         entries = (self._entries[key] for key in self._request(rid).keys)
-        return sum(entry.num_patches for entry in entries if entry.state is not _State.READY)
+        return sum(entry.num_patches for entry in entries if entry.state is not State.READY)
 
     def is_ready(self, rid: str) -> bool:
         """Whether `rid` holds all of its images and all are encoded. An unknown rid is not ready."""
@@ -304,7 +198,7 @@ class FeatureStore:
         return (
             request is not None
             and request.holds
-            and all(self._entries[key].state is _State.READY for key in request.keys)
+            and all(self._entries[key].state is State.READY for key in request.keys)
         )
 
     def tickets(self, rid: str) -> list[Ticket]:
@@ -314,7 +208,7 @@ class FeatureStore:
         """
         if not self.is_ready(rid):
             raise ValueError(f"request {rid} is not ready")
-        return [self._ticket(self._entries[key]) for key in self._requests[rid].keys]
+        return [self._entries.ticket(self._entries[key]) for key in self._requests[rid].keys]
 
     # ------------------------------------------------------------------ encodes
 
@@ -323,9 +217,7 @@ class FeatureStore:
 
         Raises ValueError unless `key` is reserved and not begun: ask `keys_to_encode` first.
         """
-        entry = self._entry_in(key, (_State.RESERVED,))
-        entry.state = _State.ENCODING
-        return self._ticket(entry)
+        return self._entries.begin(self._entries.expect(key, State.RESERVED))
 
     def begin_restore(self, key: bytes) -> tuple[Ticket, int]:
         """The features of `key` are copied back from the host tier; `commit` or `fail` follows as for an encode.
@@ -333,12 +225,9 @@ class FeatureStore:
         Returns the rows to write and the first row of the copy in host memory. Raises ValueError unless `key` is
         reserved and its features lie in the host tier.
         """
-        entry = self._entry_in(key, (_State.RESERVED,))
-        if self._host is None:
-            raise ValueError("there is no host tier")
-        host_row = self._host.use(key)
-        entry.state = _State.ENCODING
-        return self._ticket(entry), host_row
+        entry = self._entries.expect(key, State.RESERVED)
+        host_row = self._spill.take_back(key)
+        return self._entries.begin(entry), host_row
 
     def commit(self, key: bytes) -> Ticket:
         """The features of `key` are in place: the device has finished writing them.
@@ -346,12 +235,10 @@ class FeatureStore:
         If every request that wanted them is gone they stay cached, or, after a `clear`, go at once. Raises ValueError
         unless `begin_encode` or `begin_restore` came before.
         """
-        entry = self._entry_in(key, (_State.ENCODING,))
+        entry = self._entries.expect(key, State.ENCODING)
         self._changed()
-        entry.state = _State.READY
-        self._touch(entry)
-        ticket = self._ticket(entry)
-        self._settle(entry)
+        ticket = self._entries.finish(entry)
+        self._entries.settle(entry)
         return ticket
 
     def fail(self, key: bytes) -> list[str]:
@@ -363,14 +250,14 @@ class FeatureStore:
         """
         if key not in self._entries:
             return []
-        entry = self._entry_in(key, (_State.WANTED, _State.RESERVED, _State.ENCODING))
+        entry = self._entries.expect(key, State.WANTED, State.RESERVED, State.ENCODING)
         self._changed()
         rids = list(entry.wanted_by)
         if entry.start is not None:
-            self._lose_extent(entry)
+            self._entries.lose_extent(entry)
         for rid in rids:
             self._stop_holding(self._requests[rid])
-        self._settle(entry)
+        self._entries.settle(entry)
         return rids
 
     # ------------------------------------------------------------------ entries
@@ -378,7 +265,7 @@ class FeatureStore:
     def ticket(self, key: bytes) -> Ticket | None:
         """Ticket of `key` if its features are ready. It pins nothing: only `tickets(rid)` may be given to a reader."""
         entry = self._entries.get(key)
-        return self._ticket(entry) if entry is not None and entry.state is _State.READY else None
+        return self._entries.ticket(entry) if entry is not None and entry.state is State.READY else None
 
     def is_held(self, key: bytes) -> bool:
         """Whether a request that has its reservation wants `key`."""
@@ -388,16 +275,15 @@ class FeatureStore:
     def is_reserved(self, key: bytes) -> bool:
         """Whether `key` has its extent and neither an encode nor a copy into it has begun."""
         entry = self._entries.get(key)
-        return entry is not None and entry.state is _State.RESERVED
+        return entry is not None and entry.state is State.RESERVED
 
     def is_on_host(self, key: bytes) -> bool:
         """Whether the host tier holds a copy of the features of `key`."""
-        return self._host is not None and key in self._host
+        return key in self._spill
 
     def discard_host_copy(self, key: bytes) -> None:
         """The host tier's copy of `key` could not be read: encode the next time."""
-        if self._host is not None:
-            self._host.discard(key)
+        self._spill.discard(key)
 
     def wanted_by(self, key: bytes) -> list[str]:
         """Requests that want `key`, oldest registration first."""
@@ -409,7 +295,7 @@ class FeatureStore:
         entry = self._entries.get(key)
         if entry is not None:
             entry.radix_cached = cached
-            self._reprice(entry)
+            self._entries.reprice(entry)
 
     def clear(self) -> None:
         """Drop all features that no request holds; those held, and encodes under way, go when their last holder does.
@@ -418,121 +304,58 @@ class FeatureStore:
         For `flush_cache` and weight updates. Requests that only want a dropped image go on wanting it.
         """
         self._changed()
-        if self._host is not None:
-            self._host.clear()
-        for entry in list(self._entries.values()):
-            if entry.state in (_State.READY, _State.ENCODING):
+        self._spill.clear()
+        for entry in self._entries.all():
+            if entry.state in (State.READY, State.ENCODING):
                 entry.drop_when_unheld = True
-                self._settle(entry)
+                self._entries.settle(entry)
 
     @property
     def is_idle(self) -> bool:
         """No request is registered and no encode is under way: nothing may be pinned then."""
-        return not self._requests and all(entry.state is _State.READY for entry in self._entries.values())
+        return not self._requests and all(entry.state is State.READY for entry in self._entries.all())
 
     def stats(self) -> StoreStats:
         """Counts as of now; O(entries)."""
-        pinned = cached = reserved = 0
-        for entry in self._entry_at.values():
-            if entry.state is not _State.READY:
-                reserved += entry.num_blocks
-            elif entry.num_holders:
-                pinned += entry.num_blocks
-            else:
-                cached += entry.num_blocks
+        blocks = self._entries.blocks()
         return StoreStats(
-            num_blocks=self._num_blocks,
-            block_tokens=self._block_tokens,
-            free_blocks=self._num_blocks - self._extents.used_blocks,
-            cached_blocks=cached,
-            pinned_blocks=pinned,
-            reserved_blocks=reserved,
-            largest_free_blocks=self._extents.largest_free_blocks(),
+            num_blocks=self._entries.num_blocks,
+            block_tokens=self._entries.block_tokens,
+            free_blocks=blocks["free"],
+            cached_blocks=blocks["cached"],
+            pinned_blocks=blocks["pinned"],
+            reserved_blocks=blocks["reserved"],
+            largest_free_blocks=self._entries.largest_free_blocks(),
             num_entries=len(self._entries),
             num_requests=len(self._requests),
             hits=self._hits,
             coalesced=self._coalesced,
             misses=self._misses,
-            evictions=dict(self._evictions),
-            host=None if self._host is None else self._host.stats(),
+            evictions=dict(self._entries.evictions),
+            host=self._spill.stats(),
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where entries, requests and extents contradict each other. O(entries + requests)."""
-        end = 0
-        rows = self._extents.rows()
-        for start, length, tier in rows:
-            _check(start >= end, f"extent at block {start} overlaps the one before it")
-            end = start + length
-            entry = self._entry_at.get(start)
-            _check(entry is not None, f"extent at block {start} belongs to no entry")
-            assert entry is not None
-            _check(entry.start == start and entry.num_blocks == length, f"{entry} is not the extent at block {start}")
-            _check(tier is self._tier(entry), f"{entry} is priced as {tier.name}")
-        _check(end <= self._num_blocks, "an extent reaches beyond the slab")
-        _check(len(rows) == len(self._entry_at), "an entry's extent is not in the table")
-        _check(sum(length for _, length, _ in rows) == self._extents.used_blocks, "used blocks are miscounted")
-        for key, entry in self._entries.items():
-            _check((entry.start is None) == (entry.state is _State.WANTED), f"{entry} has state and extent apart")
-            _check(entry.start is None or self._entry_at.get(entry.start) is entry, f"{entry} is not at its extent")
-            _check(
-                all(rid in self._requests and key in self._requests[rid].keys for rid in entry.wanted_by),
+        self._entries.check_integrity()
+        for entry in self._entries.all():
+            check(
+                all(rid in self._requests and entry.key in self._requests[rid].keys for rid in entry.wanted_by),
                 f"{entry} is wanted by a request that does not know it",
             )
             holders = sum(self._requests[rid].holds for rid in entry.wanted_by)
-            _check(holders == entry.num_holders, f"{entry} has {holders} holders")
-            _check(entry.state is not _State.RESERVED or holders > 0, f"{entry} is reserved for nobody")
-            _check(
-                entry.state is not _State.WANTED or (holders == 0 and bool(entry.wanted_by)), f"{entry} is left over"
-            )
+            check(holders == entry.num_holders, f"{entry} has {holders} holders")
         for request in self._requests.values():
-            _check(
-                all(request.rid in self._entries[key].wanted_by for key in request.keys if key in self._entries)
-                and all(key in self._entries for key in request.keys),
+            check(
+                all(key in self._entries and request.rid in self._entries[key].wanted_by for key in request.keys),
                 f"{request} wants an entry that does not know it",
             )
-        if self._host is not None:
-            self._host.check_integrity()
+        self._spill.check_integrity()
         stats = self.stats()
-        parts = stats.free_blocks + stats.cached_blocks + stats.pinned_blocks + stats.reserved_blocks
-        _check(parts == self._num_blocks, f"blocks do not add up: {stats}")
         if self.is_idle:
-            _check(stats.pinned_blocks == 0 and stats.reserved_blocks == 0, f"pinned blocks at idle: {stats}")
+            check(stats.pinned_blocks == 0 and stats.reserved_blocks == 0, f"pinned blocks at idle: {stats}")
 
     # ------------------------------------------------------------------ internals
-
-    def _plan(self, entries: Sequence[_Entry]) -> tuple[Placement, list[_Entry], list[_Entry]] | None:
-        """(where, own entries that must move, entries in the order of the placement), or None where there is no room.
-
-        First without touching the request's own ready features. If those split the free space, they are given up one
-        by one, the cheapest first.
-        """
-        to_place = [entry for entry in entries if entry.start is None]
-        if not to_place:
-            return Placement((), (), (0, 0, 0)), [], []
-        layout = self._extents.layout(self._tick)
-        movable = []
-        for entry in entries:
-            if entry.start is not None:
-                if self._tier(entry) is not EvictionTier.PINNED:
-                    movable.append(entry)
-                layout.pin(entry.start)
-        movable.sort(key=lambda entry: entry.rebuild_us)
-        moved: list[_Entry] = []
-        while True:
-            placement = layout.plan([entry.num_blocks for entry in to_place])
-            if placement is not None:
-                return placement, moved, to_place
-            if not movable:
-                return None
-            entry = movable.pop(0)
-            assert entry.start is not None
-            layout.drop(entry.start)
-            moved.append(entry)
-            to_place.append(entry)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_tokens)
 
     def _request(self, rid: str) -> _Request:
         request = self._requests.get(rid)
@@ -540,21 +363,10 @@ class FeatureStore:
             raise ValueError(f"request {rid} is not registered")
         return request
 
-    def _entry_in(self, key: bytes, states: Sequence[_State]) -> _Entry:
-        entry = self._entries.get(key)
-        if entry is None or entry.state not in states:
-            found = "unknown" if entry is None else entry.state.value
-            raise ValueError(f"key {key.hex()} is {found}, expected {' or '.join(state.value for state in states)}")
-        return entry
-
-    def _ticket(self, entry: _Entry) -> Ticket:
-        assert entry.start is not None, "an entry without an extent has no ticket"
-        return Ticket(entry.key, entry.start * self._block_tokens, entry.num_tokens, entry.generation)
-
-    def _lookup(self, entry: _Entry, rid: str) -> Lookup:
-        if entry.state is _State.READY:
+    def _lookup(self, entry: Entry, rid: str) -> Lookup:
+        if entry.state is State.READY:
             return Lookup.READY
-        if entry.state is not _State.WANTED:
+        if entry.state is not State.WANTED:
             return Lookup.IN_FLIGHT
         if self.is_on_host(entry.key):
             return Lookup.HOST
@@ -568,25 +380,8 @@ class FeatureStore:
         elif lookup is not Lookup.HOST:  # counted when it is copied back
             self._coalesced += 1
 
-    def _touch(self, entry: _Entry) -> None:
-        self._tick += 1
-        entry.last_use = self._tick
-        self._reprice(entry)
-
     def _changed(self) -> None:
         self._version += 1
-
-    @staticmethod
-    def _tier(entry: _Entry) -> EvictionTier:
-        if entry.state is not _State.READY or entry.num_holders:
-            return EvictionTier.PINNED
-        if entry.wanted_by:
-            return EvictionTier.WANTED
-        return EvictionTier.RADIX_CACHED if entry.radix_cached else EvictionTier.CACHED
-
-    def _reprice(self, entry: _Entry) -> None:
-        if entry.start is not None:
-            self._extents.set_price(entry.start, self._tier(entry), entry.rebuild_us, entry.last_use)
 
     def _stop_holding(self, request: _Request) -> None:
         if not request.holds:
@@ -595,48 +390,4 @@ class FeatureStore:
         for key in request.keys:
             entry = self._entries[key]
             entry.num_holders -= 1
-            self._settle(entry)
-
-    def _settle(self, entry: _Entry) -> None:
-        """Give up what the entry keeps without reason, after it lost a holder, a wish or its encode."""
-        if entry.num_holders == 0:
-            if entry.state is _State.RESERVED:
-                self._lose_extent(entry)
-            elif entry.state is _State.READY and entry.drop_when_unheld:
-                self._evict(entry, "flush")
-        if entry.state is _State.WANTED and not entry.wanted_by:
-            self._entries.pop(entry.key, None)
-        self._reprice(entry)
-
-    def _evict(self, entry: _Entry, reason: str, keep: Collection[bytes] = ()) -> None:
-        """`keep`: what must not give way in the host tier, since the room in the slab is for it."""
-        assert entry.state is _State.READY, "only ready features are evicted"
-        assert entry.num_holders == 0, "features that a request holds are never evicted"
-        self._evictions[reason] += 1
-        if self._host is not None and reason != "flush":
-            host_row = self._host.put(entry.key, entry.num_tokens, entry.rebuild_us, keep)
-            if host_row is not None and self._save is not None:
-                self._save(self._ticket(entry), host_row)
-        self._lose_extent(entry)
-        if not entry.wanted_by:
-            self._entries.pop(entry.key, None)
-
-    def _lose_extent(self, entry: _Entry) -> None:
-        assert entry.start is not None, "the entry has no extent"
-        self._extents.remove(entry.start)
-        del self._entry_at[entry.start]
-        entry.start, entry.state, entry.drop_when_unheld = None, _State.WANTED, False
-
-
-def _reason(tier: EvictionTier) -> str:
-    return {
-        EvictionTier.RADIX_CACHED: "radix_cached",
-        EvictionTier.CACHED: "pressure",
-        EvictionTier.WANTED: "wanted",
-    }[tier]
-
-
-def _check(condition: bool, message: str) -> None:
-    # Not an assert statement: the check is asked for by name and must not vanish under python -O.
-    if not condition:
-        raise AssertionError(f"feature store: {message}")
+            self._entries.settle(entry)
