@@ -4,8 +4,9 @@
 
 Attention: FA3 as SGLang's vision layers call it, cuDNN through torch's SDPA, and FA4's kernel for Hopper (package
 flash-attn-4, where it can be imported) with several tiles, over the heads of Qwen2-VL's encoder (16 of 80). Then the
-encoder of Qwen2-VL-7B with random weights, as SGLang runs it and with `spaceserve.encoder.fused`, and what one launch of
-each kind costs the host. Writes encoder-kernels.json; one line for each row, times in ms. Nothing else should compute on the GPU.
+encoder of Qwen2-VL-7B with random weights, as SGLang runs it and with `spaceserve.encoder.fused`, and what one launch
+of each kind costs the host. Writes encoder-kernels.json; one line for each row, times in ms. Nothing else should
+compute on the GPU.
 """
 
 from __future__ import annotations

@@ -111,16 +111,23 @@ def pick_rungs(partitioner: Partitioner, at_most: int | None) -> tuple[int, ...]
     return tuple(sorted({rungs[round(i * step)] for i in range(at_most)}))
 
 
+def has_prefill(num_units: int, total_units: int) -> bool:
+    """Whether a server would put a prefill on so many units: at least a third (scheduler/side_lanes.py takes half)."""
+    return 3 * num_units >= total_units
+
+
 @dataclass
 class Groups:
     """Groups of both sides by granted units: the encoder's rungs; the decoder's complements and the whole device.
 
-    `decode` is the decoder's and, where asked for, small groups on which only decode steps run.
+    `decode` is the decoder's and, where asked for, small groups on which only decode steps run. `prefill` are those of
+    the encoder's side on which a prefill may run beside decode.
     """
 
     encoder: dict[int, UnitGroup] = field(default_factory=dict)
     decoder: dict[int, UnitGroup] = field(default_factory=dict)
     decode: dict[int, UnitGroup] = field(default_factory=dict)
+    prefill: dict[int, UnitGroup] = field(default_factory=dict)
 
     @staticmethod
     def of(partitioner: Partitioner, rungs: Sequence[int], small_decode_units: Sequence[int] = ()) -> Groups:
@@ -134,13 +141,14 @@ class Groups:
         groups.decoder[partitioner.total_units] = partitioner.group(partitioner.total_units)
         groups.encoder = dict(sorted(groups.encoder.items()))
         groups.decoder = dict(sorted(groups.decoder.items()))
+        groups.prefill = {n: group for n, group in groups.encoder.items() if has_prefill(n, partitioner.total_units)}
         small = {n: partitioner.complement_of(partitioner.total_units - n) for n in small_decode_units}
         groups.decode = dict(sorted({**{n: rest for n, rest in small.items() if rest}, **groups.decoder}.items()))
         return groups
 
     def of_phase(self, phase: str) -> dict[int, UnitGroup]:
         """Groups on which the operators of "encoder", "decode" or "prefill" are measured."""
-        return {"encoder": self.encoder, "decode": self.decode, "prefill": self.decoder}[phase]
+        return {"encoder": self.encoder, "decode": self.decode, "prefill": self.prefill}[phase]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spaceserve.sis.shapes import ModelShape
 
 from .kernels import choose_kernels
 from .models import DecoderModel, EncoderModel
-from .sweep import Groups
+from .sweep import Groups, has_prefill
 from .timing import Run, Timer, first_line
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def validate(
     found: list[Comparison] = []
 
     def compare(phase: str, size: str, run: Run, predict: Callable[[int], float]) -> None:
-        side = groups.encoder if phase == "encoder" else groups.decoder
+        side = {"encoder": groups.encoder, "decode": groups.decoder, "prefill": groups.prefill}[phase]
         for units in side:
             tick()
             try:
@@ -153,11 +153,13 @@ def pick_groups(partitioner: Partitioner, profiled: Sequence[int], num_units: in
     groups.encoder = {n: partitioner.group(n) for n in half(partitioner.rungs, set(profiled))}
     groups.decoder = {n: decoder[n] for n in half(sorted(decoder), seen)}
     groups.decode = dict(groups.decoder)
+    large = [n for n in partitioner.rungs if has_prefill(n, partitioner.total_units)]
+    groups.prefill = {n: partitioner.group(n) for n in half(large, set(profiled))}
     return groups
 
 
 def count_comparisons(groups: Groups, held_out: HeldOut) -> int:
-    decoder = len(groups.decoder) * (len(held_out.decode_steps) + len(held_out.prefill_chunks))
+    decoder = len(groups.decoder) * len(held_out.decode_steps) + len(groups.prefill) * len(held_out.prefill_chunks)
     return len(groups.encoder) * len(held_out.encoder_batches) + decoder
 
 
