@@ -95,7 +95,7 @@ class Scheduler:
         self.log: list[str] = []
         self.layers = nn.ModuleList()
         self.backend = SimpleNamespace(forward_metadata="of nothing", workspace="shared")
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=self.backend, device_timer="timer"))
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=self.backend, device_timer=None))
         self.request_receiver = SimpleNamespace(recv_requests=self._receive)
 
     def _receive(self) -> list[Any]:
@@ -295,9 +295,7 @@ def test_state_of_the_prefill_is_put_back(scheduler: Scheduler) -> None:
     seen: dict[str, Any] = {}
 
     def run_batch(batch: Batch) -> Any:
-        runner = scheduler.tp_worker.model_runner
         if not batch.forward_mode.is_extend():
-            seen.setdefault("timer", runner.device_timer)
             scheduler.backend.forward_metadata = "of decode"
             return plain(batch)
         scheduler.backend.forward_metadata = "of prefill"
@@ -311,9 +309,25 @@ def test_state_of_the_prefill_is_put_back(scheduler: Scheduler) -> None:
     chunk.chunked_req = scheduler.chunked_req = chunk.reqs[0]
     scheduler.waiting.append(chunk)
     passes(scheduler)
-    assert seen == {"timer": None, "metadata": "of prefill"}
-    assert scheduler.tp_worker.model_runner.device_timer == "timer"
+    assert seen == {"metadata": "of prefill"}
     assert scheduler.chunked_req is chunk.chunked_req
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_which_layers_let_decode_go_on(scheduler: Scheduler, timed: bool) -> None:
+    """On the CPU the middle one; none where SGLang times its forwards, which must not be nested then."""
+    from sglang.srt.environ import envs
+
+    before = envs.SGLANG_EAGER_INPUT_NO_COPY.get()
+    scheduler.tp_worker.model_runner.device_timer = "a timer" if timed else None
+    layers = nn.ModuleList(nn.Identity() for _ in range(5))
+    try:
+        scheduler.side.decode_between(list(layers))
+        assert envs.SGLANG_EAGER_INPUT_NO_COPY.get()
+    finally:
+        envs.SGLANG_EAGER_INPUT_NO_COPY.set(before)
+    hooked = [number for number, layer in enumerate(layers) if layer._forward_pre_hooks]
+    assert hooked == ([] if timed else [2])
 
 
 def test_no_step_between_layers_without_memory_for_it(scheduler: Scheduler) -> None:

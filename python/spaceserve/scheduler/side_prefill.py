@@ -133,7 +133,11 @@ class SidePrefill:
         """
         from sglang.srt.environ import envs
 
+        # Eager decode and prefill would share buffers, also where they run one behind the other on two streams.
         envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
+        if self._scheduler.tp_worker.model_runner.device_timer is not None:
+            logger.info("No decode while a prefill is launched: SGLang's device timer times one forward at a time")
+            return
         for layer in layers if self._lanes is not None else layers[len(layers) // 2 :][:1]:
             layer.register_forward_pre_hook(self._before_layer)
 
@@ -273,17 +277,15 @@ class SidePrefill:
         """Inside a prefill's forward, the state in which the loop calls SGLang."""
         scheduler = self._scheduler
         runner = scheduler.tp_worker.model_runner
-        backend, timer = runner.attn_backend, runner.device_timer
+        backend = runner.attn_backend
         metadata = {name: value for name, value in vars(backend).items() if name.startswith("forward_metadata")}
         ours = {name: getattr(scheduler, name) for name in self._theirs}
         for name, value in self._theirs.items():
             setattr(scheduler, name, value)
-        runner.device_timer = None  # it times one forward at a time
         try:
             with nullcontext() if self._lanes is None else torch.cuda.stream(scheduler.schedule_stream):
                 yield
         finally:
-            runner.device_timer = timer
             for name, value in ours.items():
                 setattr(scheduler, name, value)
             for name, value in metadata.items():
