@@ -4,12 +4,15 @@
   bound.py measure --url http://127.0.0.1:30000 --model-name qwen2-vl-7b --arm stock --results RESULTS
   bound.py curves --curves CURVES.json --model-name qwen2-vl-7b --results RESULTS      (of spaceserve.profile)
   bound.py show --results RESULTS --model-name qwen2-vl-7b --workload fixed:2048 --rates 1.3 1.8 2.3
+  bound.py tradeoff --results RESULTS --model-name qwen2-vl-7b      (TPOT at a given TTFT, for all that was measured)
+  bound.py tradeoff --curves CURVES.json --workload fixed:2048 --rates 1.3 1.8 2.3
 
 ``measure`` sends single requests to an idle server: the time to the first token of an image request less that of a
 text request of the same length is E (with decoding and resizing of the image, so it is an upper estimate of the
 encoder's kernels); the text request's less that of a short one is P, plus one decode step, which the short one holds.
 D comes from decode steps at several batch sizes. ``curves`` takes all of them from a profile of the kernels instead.
-The formulas are in servebench/bound_model.py.
+The formulas are in servebench/bound_model.py; ``tradeoff`` estimates what is attainable with the interference in the
+curves (servebench/tradeoff.py) and holds the slices and the targets against it.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servebench import arms, bound_model, metrics, report, servers
+from servebench import arms, bound_model, metrics, report, servers, tradeoff_report
 from servebench.bodies import APIS, build_body
 from servebench.client import RequestRecord, run_job
 from servebench.curve_costs import BATCHES, CONTEXT_TOKENS, SIZES, TEXT_TOKENS, from_curves
 from servebench.environment import describe
 from servebench.results import Results, write_atomic
-from servebench.workload import ImageSpec, TraceRequest, Workload
+from servebench.workload import ImageSpec, TraceRequest, Workload, make_trace
 from spaceserve.sis.curves import DeviceCurves
 
 REPO = Path(__file__).resolve().parent.parent
@@ -192,6 +195,28 @@ def run_show(options: argparse.Namespace) -> None:
             )
 
 
+def run_tradeoff(options: argparse.Namespace) -> None:
+    if not options.workload:
+        if not (options.results and options.model_name):
+            raise ValueError("give --results and --model-name, or --curves, --workload and --rates")
+        found = tradeoff_report.rows(Results(options.results), options.model_name)
+        if not found:
+            raise ValueError("no slices of this model on a GPU whose curves are shipped")
+        for suffix, write in ((".json", tradeoff_report.store), (".png", tradeoff_report.draw)):
+            write(found, options.results / f"tradeoff-{options.model_name}{suffix}")
+        print(tradeoff_report.table(found))
+        return
+    if not options.curves or not options.rates:
+        raise ValueError("--workload needs --curves and --rates")
+    curves = DeviceCurves.load(options.curves)
+    for rate in options.rates:
+        trace = make_trace(Workload.parse(f"{options.workload}@{rate:g}x{options.requests}"), 0)
+        for name, front in tradeoff_report.fronts_of(curves, [trace]).items():
+            print(f"{trace.workload}, {name}: TTFT / TPOT in ms, policy")
+            for point in front:
+                print(f"  {point.ttft_ms:7.0f} {point.tpot_ms:7.2f}  {point.policy}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -224,9 +249,17 @@ def main(argv: list[str] | None = None) -> int:
     showing.add_argument("--rates", type=float, nargs="+", required=True)
     showing.add_argument("--output-len", type=int, default=128)
     showing.add_argument("--ttft-ms", type=float, help="also the best partition within this TTFT (needs curves)")
+    trading = commands.add_parser("tradeoff", help="estimate the least TPOT at a given TTFT")
+    trading.add_argument("--results", type=Path)
+    trading.add_argument("--model-name")
+    trading.add_argument("--curves", type=Path)
+    trading.add_argument("--workload", help="instead of what was measured: a workload without its rate")
+    trading.add_argument("--rates", type=float, nargs="+")
+    trading.add_argument("--requests", type=int, default=2000)
     options = parser.parse_args(argv)
+    run = {"measure": run_measure, "curves": run_curves, "show": run_show, "tradeoff": run_tradeoff}[options.command]
     try:
-        {"measure": run_measure, "curves": run_curves, "show": run_show}[options.command](options)
+        run(options)
     except (ValueError, servers.ServerFailed) as error:
         parser.error(str(error))
     return 0

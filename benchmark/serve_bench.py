@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import timeline_record
-from servebench import arms, headline, kept, matrix, plan, report, servers
+from servebench import arms, headline, kept, matrix, plan, report, servers, tradeoff_report
 from servebench.arms import Arm
 from servebench.environment import gpu_query
 from servebench.matrix import Entry
@@ -263,7 +263,9 @@ def write_report(options: argparse.Namespace) -> int:
     for model in sorted({data["model"] for data in results.slices()}):
         gpus = {gpu["name"] for data in results.slices() for gpu in data["environment"]["gpus"]}
         headline.store_shipped_bound(results, model, gpus)
-    text = report.report(results)
+    attainable = {model: tradeoff_report.rows(results, model) for model in {d["model"] for d in results.slices()}}
+    sections = [tradeoff_report.section(found) for _, found in sorted(attainable.items()) if found]
+    text = "\n".join([report.report(results), *sections])
     (options.results / "report.md").write_text(text)
     print(text)
     for model in sorted({data["model"] for data in results.slices()}):
@@ -273,6 +275,9 @@ def write_report(options: argparse.Namespace) -> int:
 
         for path in plots.draw_all(results.slices(), options.results / "plots"):
             print(f"drew {path.name}", file=sys.stderr)
+        for model, found in attainable.items():
+            if found:
+                tradeoff_report.draw(found, options.results / f"tradeoff-{model}.png")
     return 0
 
 

@@ -14,7 +14,7 @@ from servebench.workload import Workload
 COLOURS = {"stock": "tab:red", "stock-mixed": "tab:orange", "spaceserve": "tab:blue"}
 
 
-def _pyplot() -> Any:
+def pyplot_agg() -> Any:
     try:
         import matplotlib
     except ImportError as error:
@@ -27,7 +27,7 @@ def _pyplot() -> Any:
 
 def draw_all(slices: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Draw every plot that the slices allow; returns the files. Raises ValueError without matplotlib."""
-    pyplot = _pyplot()
+    pyplot = pyplot_agg()
     folder.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
     for (model, workload), arms in sorted(collect(slices).items()):
