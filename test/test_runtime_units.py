@@ -316,6 +316,16 @@ def test_token_ids_must_lie_in_the_vocabulary() -> None:
         ({"tpot_target_ms": -1.0}, "--tpot-target-ms"),
         ({"encoder_window_ms": float("inf")}, "--encoder-window-ms"),
         ({"encoder_feature_host_gb": float("nan")}, "--encoder-feature-host-gb"),
+        ({"encoder_batch_capacity_patches": 1}, "--encoder-batch-capacity-patches must be at least 4"),
+        ({"encoder_batch_capacity_patches": -5}, "--encoder-batch-capacity-patches"),
+        ({"encoder_preprocess_threads": 0}, "--encoder-preprocess-threads"),
+        ({"encoder_preprocess_threads": 100_000}, "--encoder-preprocess-threads must be at most 256"),
+        ({"encoder_heartbeat_timeout_s": 1.0}, "--encoder-heartbeat-timeout-s must be at least 2"),
+        ({"encoder_timeout_s": float("inf")}, "--encoder-timeout-s"),
+        ({"encoder_max_image_mb": 1e300}, "--encoder-max-image-mb"),
+        ({"sm_reconsider_layers": -1}, "--sm-reconsider-layers"),
+        ({"sm_partition": "static:²"}, "--sm-partition"),
+        ({"sm_partition": "sis:1:" + "9" * 5000}, "--sm-partition"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], named: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import requests
 
-from servers import Server, picture_url, running, user
+from servers import Server, free_port, picture_url, running, user
 from spaceserve import reaper
 
 pytestmark = pytest.mark.cpu
@@ -78,10 +79,13 @@ def test_a_missing_model_folder_is_one_line() -> None:
 
 
 def test_an_unknown_architecture_is_one_line(tmp_path: Path) -> None:
+    from spaceserve.demo import model_path
+
+    shutil.copytree(model_path(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no_such_model"}')
     result = start("--model-path", str(tmp_path))
     assert result.returncode != 0
-    assert str(tmp_path) in last_line(result)
+    assert f"the model in {tmp_path} cannot be served" in last_line(result)
     assert "Traceback" not in result.stderr
 
 
@@ -123,11 +127,49 @@ def test_help_shows_our_group() -> None:
         assert option in result.stdout
 
 
-def test_a_worker_that_cannot_start_ends_the_server() -> None:
-    """A store that holds no block is an error of the worker: the server says so and ends."""
-    result = start("--encoder-feature-cache-gb", "0.000000001", "--port", "0")
-    assert result.returncode != 0
-    assert "--encoder-feature-cache-gb" in result.stderr + result.stdout
+# The launcher, which says what it calls its folder and its segments.
+NAMES_SAID = """
+import sys
+
+if __name__ == "__main__":
+    from spaceserve.channels import Channels
+    from spaceserve.launch_server import main
+
+    create = Channels.create
+
+    def create_and_say(dp_size):
+        channels = create(dp_size)
+        print("NAMES", channels.run_dir, channels.shm_prefix)
+        return channels
+
+    Channels.create = staticmethod(create_and_say)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    """How many cores there are is known to the worker alone. Its reason is the last line, and nothing is left."""
+    (tmp_path / "names_said.py").write_text(NAMES_SAID)
+    result = subprocess.run(
+        [sys.executable, "-m", "names_said", "--sm-partition", "static:9999", "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+    )
+    assert result.returncode == 1
+    assert last_line(result).startswith(
+        "spaceserve: the encoder worker did not start: --sm-partition static:9999: the device has "
+    )
+    assert "Traceback" not in result.stderr
+    assert "OOM" not in result.stderr
+    run_dir, prefix = next(line.split()[1:] for line in result.stdout.splitlines() if line.startswith("NAMES "))
+    assert not Path(run_dir).exists()
+    assert not any(name.startswith(prefix) for name in shm_names())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            assert process.environ().get(reaper.OWNER_VARIABLE) != prefix, process.cmdline()
 
 
 def test_without_an_encoder_worker_it_is_stock() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,17 @@ from spaceserve.sis.policy import MaskMode
 
 ENCODER_WORKER_MODES = ("auto", "on", "off")
 BOTH_PREFIX = "both+"
+# The smallest image: one token, of 2 x 2 patches in all families.
+MIN_BATCH_CAPACITY_PATCHES = 4
+MAX_PREPROCESS_THREADS = 256
+# A worker that serves gives a sign of life once a second.
+MIN_HEARTBEAT_TIMEOUT_S = 2.0
+MAX_IMAGE_MB = 1e6
+
+
+def option(name: str) -> str:
+    """The command-line option of a setting."""
+    return "--" + name.replace("_", "-")
 
 
 def _setting(default: Any, help_text: str, **argparse_kwargs: Any) -> Any:
@@ -25,6 +37,10 @@ def _auto_or_int(text: str) -> int | None:
         return None if text == "auto" else int(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected auto or a whole number, got {text!r}") from error
+
+
+def _is_whole(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +68,9 @@ class SmPartition:
         kind, *numbers = text.removeprefix(BOTH_PREFIX).split(":")
         if not numbers and (kind in ("auto", "sis") or (kind == "off" and mask_mode == "encoder")):
             return SmPartition(kind=kind, mask_mode=mask_mode)
-        if kind == "static" and len(numbers) == 1 and numbers[0].isdigit() and int(numbers[0]) > 0:
+        if kind == "static" and len(numbers) == 1 and _is_whole(numbers[0]) and int(numbers[0]) > 0:
             return SmPartition(kind=kind, num_sms=int(numbers[0]), mask_mode=mask_mode)
-        if kind == "sis" and len(numbers) <= 2 and all(number.isdigit() for number in numbers[1:]):
+        if kind == "sis" and len(numbers) <= 2 and all(map(_is_whole, numbers[1:])):
             try:
                 weight = float(numbers[0])
             except ValueError:
@@ -63,7 +79,8 @@ class SmPartition:
                 layers = int(numbers[1]) if len(numbers) == 2 else None
                 return SmPartition(kind=kind, decode_weight=weight, reconsider_layers=layers, mask_mode=mask_mode)
         raise ValueError(
-            f"--sm-partition must be auto, sis, sis:W, sis:W:K, static:N (each also after both+) or off, got {text!r}"
+            "--sm-partition must be auto, sis, sis:W, sis:W:K, static:N (W and N above 0; each also after both+) or "
+            f"off, got {text!r}"
         )
 
 
@@ -174,7 +191,27 @@ class SpaceServeConfig:
         for name in positive:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"--{name.replace('_', '-')} must be greater than 0 and finite, got {value}")
+                raise ValueError(f"{option(name)} must be greater than 0 and finite, got {value}")
+        bounds: tuple[tuple[str, float, float, str], ...] = (
+            (
+                "encoder_batch_capacity_patches",
+                MIN_BATCH_CAPACITY_PATCHES,
+                math.inf,
+                f"at least {MIN_BATCH_CAPACITY_PATCHES}, the patches of one token",
+            ),
+            ("encoder_preprocess_threads", 1, MAX_PREPROCESS_THREADS, f"at most {MAX_PREPROCESS_THREADS}"),
+            (
+                "encoder_heartbeat_timeout_s",
+                MIN_HEARTBEAT_TIMEOUT_S,
+                math.inf,
+                f"at least {MIN_HEARTBEAT_TIMEOUT_S:g}: the worker gives a sign of life once a second",
+            ),
+            ("encoder_max_image_mb", 0, MAX_IMAGE_MB, f"at most {MAX_IMAGE_MB:g}"),
+        )
+        for name, least, most, wanted in bounds:
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{option(name)} must be {wanted}, got {value}")
         if self.sm_reconsider_layers < 0:
             raise ValueError(f"--sm-reconsider-layers must not be negative, got {self.sm_reconsider_layers}")
         SmPartition.parse(self.sm_partition)
@@ -184,6 +221,12 @@ class SpaceServeConfig:
         return SmPartition.parse(self.sm_partition).num_sms
 
     @classmethod
+    def is_at_fault(cls, reason: str) -> bool:
+        """Whether the reason of an error names one of the settings: then it is the user's to mend."""
+        named = set(re.findall(r"--[a-z][a-z-]*", reason))
+        return any(option(setting.name) in named for setting in dataclasses.fields(cls))
+
+    @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
         """Add every setting to `parser`, in one group named SpaceServe."""
         group = parser.add_argument_group("SpaceServe", "The encoder worker, its feature store and its SMs.")
@@ -191,7 +234,7 @@ class SpaceServeConfig:
             kwargs = dict(setting.metadata)
             default = "" if setting.default is None else f" (default: {setting.default})"
             kwargs["help"] = kwargs["help"] + default
-            group.add_argument(f"--{setting.name.replace('_', '-')}", default=setting.default, **kwargs)
+            group.add_argument(option(setting.name), default=setting.default, **kwargs)
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> SpaceServeConfig:

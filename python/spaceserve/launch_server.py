@@ -18,6 +18,17 @@ from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
 from spaceserve.processes import WithEnvironment, may_fork, start_forkserver, start_method_hook, stop_forkserver
 from spaceserve.reaper import Reaper
+from spaceserve.start_checks import (
+    StartError,
+    check_architecture,
+    check_blocks,
+    check_memory,
+    check_model_folder,
+    check_named_model,
+    check_port,
+    own_config,
+)
+from spaceserve.starting import SCHEDULER_FAILED, ProcessFailed, Starting
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -26,25 +37,6 @@ if TYPE_CHECKING:
     from spaceserve.hooks import Hook
     from spaceserve.partition.mps import MpsDaemon
     from spaceserve.partition.mps_supervisor import MpsSupervisor
-
-
-class StartError(Exception):
-    """The server cannot start; the message is one line that says what to do."""
-
-
-def own_config(argv: list[str]) -> SpaceServeConfig:
-    """SpaceServe's own arguments, before SGLang (and with it CUDA) is imported.
-
-    Raises:
-        StartError: a value is out of range.
-    """
-    parser = argparse.ArgumentParser(prog="python -m spaceserve.launch_server", add_help=False, allow_abbrev=False)
-    SpaceServeConfig.add_cli_args(parser)
-    namespace, _ = parser.parse_known_args(argv)
-    try:
-        return SpaceServeConfig.from_cli_args(namespace)
-    except ValueError as error:
-        raise StartError(str(error)) from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,31 +66,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
         argv = [*argv, "--model-path", str(model_path())]
     return parser.parse_args(argv)
-
-
-def check_before_start(namespace: argparse.Namespace) -> None:
-    """Find the common mistakes before anything is loaded.
-
-    Raises:
-        StartError: no such model folder, or the port is taken.
-    """
-    import socket
-
-    path = namespace.model_path
-    if (os.sep in path or path.startswith(".")) and not os.path.isdir(path):
-        raise StartError(f"there is no model folder {path}: give --model-path an existing one")
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
-        raise StartError(f"the folder {path} holds no config.json: give --model-path a Hugging Face checkpoint")
-    family = socket.AF_INET6 if ":" in namespace.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((namespace.host, namespace.port))
-        except OSError as error:
-            raise StartError(
-                f"cannot listen on {namespace.host}:{namespace.port} ({error.strerror}): "
-                "stop the process that does, or choose another --port"
-            ) from error
 
 
 def resolve_server_args(namespace: argparse.Namespace) -> ServerArgs:
@@ -146,40 +113,20 @@ def split_obstacle(server_args: ServerArgs, family: Family | None) -> str | None
     return next((reason for is_met, reason in obstacles if is_met), None)
 
 
-def check_architecture(server_args: ServerArgs) -> None:
-    """Find out before any process is started that SGLang cannot serve the model.
-
-    Raises:
-        StartError: no architecture of the checkpoint is SGLang's, transformers' or the checkpoint's own.
-    """
-    import transformers
-    from sglang.srt.models.registry import ModelRegistry
-
-    config = server_args.get_model_config().hf_config
-    architectures = list(config.architectures or [])
-    supported = ModelRegistry.get_supported_archs()
-    is_known = any(name in supported or hasattr(transformers, name) for name in architectures)
-    if is_known or getattr(config, "auto_map", None):
-        return
-    raise StartError(
-        f"the architecture {', '.join(architectures) or 'of the checkpoint'} is not one that SGLang 0.5.17 serves: "
-        "give --model-path another checkpoint"
-    )
-
-
 def serve(
     server_args: ServerArgs, config: SpaceServeConfig, channels: Channels, reaper: Reaper, mps: MpsDaemon | None
 ) -> None:
     """Run the server until it ends. `mps`: the started daemon, where there is a GPU.
 
     Raises:
-        StartError: `--encoder-worker on` for a model or setting that cannot be split.
+        StartError: `--encoder-worker on` for a model or setting that cannot be split; a process that did not start.
     """
     import logging
 
     from sglang.launch_server import run_server
+    from sglang.srt.configs.model_config import ModelConfig
 
-    from spaceserve.families import find_family
+    from spaceserve.families import feature_dim, find_family
 
     family = find_family(server_args.get_model_config().hf_config.architectures)
     obstacle = split_obstacle(server_args, family)
@@ -197,6 +144,9 @@ def serve(
         run_server(server_args)
         return
     assert family is not None
+    # As the encoder worker makes it: what the arguments keep may have been made before SGLang settled the dtype.
+    model_config = ModelConfig.from_server_args(server_args)
+    check_blocks(config, feature_dim(model_config.hf_config), model_config.dtype)
     _serve_split(server_args, config, family, channels, reaper, mps)
 
 
@@ -244,7 +194,8 @@ def _serve_split(
         # The encoder and its features lie on the first GPU; SGLang would refuse to start over the difference.
         os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
     forked = may_fork()
-    supervisor = EncoderSupervisor(server_args, config, family, channels, forked=forked)
+    starting = Starting()
+    supervisor = EncoderSupervisor(server_args, config, family, channels, starting.fail, forked=forked)
     mps_supervisor = None if mps is None else MpsSupervisor(mps, _gpu_contexts_lost)
     if mps_supervisor is not None and server_args.enable_metrics:
         mps_supervisor.metrics = MpsMetrics({"model_name": str(server_args.served_model_name)})
@@ -254,6 +205,7 @@ def _serve_split(
         supervisor.start()
         hooks = admission_hooks(Admission(config, channels), family)
         hooks.append(_load_file_hook(reaper))
+        hooks.append(starting.hook())
         if forked:
             hooks.append(start_method_hook())
         if mps_supervisor is not None:
@@ -265,6 +217,14 @@ def _serve_split(
             run_scheduler_process_func=WithEnvironment(partial(run_scheduler_process, config, channels, family)),
             run_detokenizer_process_func=WithEnvironment(run_detokenizer_process),
         )
+    except ProcessFailed as failed:
+        starting.over()
+        raise StartError(str(failed)) from None
+    except RuntimeError as error:
+        # SGLang's own words for a scheduler that ended are about the memory of the machine, whatever the cause.
+        if "scheduler died during initialization" not in str(error):
+            raise
+        raise StartError(SCHEDULER_FAILED) from None
     finally:
         _call_off_watchdog()
         if mps_supervisor is not None:
@@ -340,6 +300,8 @@ def run(argv: list[str]) -> None:
         StartError: the server cannot start.
     """
     config = own_config(argv)
+    check_memory(config, has_accelerator=not may_fork())
+    check_named_model(argv)
     if {"-h", "--help"} & set(argv):
         parse_args(argv)
     with ExitStack() as stack:
@@ -358,7 +320,8 @@ def run(argv: list[str]) -> None:
             mps = _start_mps(config, reaper, stack)
 
         namespace = parse_args(argv)
-        check_before_start(namespace)
+        check_model_folder(namespace.model_path, namespace.load_format)
+        check_port(namespace.host, namespace.port)
         try:
             serve(resolve_server_args(namespace), config, channels, reaper, mps)
         finally:

@@ -77,7 +77,8 @@ def _hand_over(channels: Channels, mode: str) -> dict[str, Any]:
         if str(split.get("mode_error", "")).startswith(f"{mode}: "):
             # What a worker refuses must not be what the next one starts with.
             _write(path, before if before is not None else split["mode"])
-            raise SmPartitionRefused(400, split["mode_error"])
+            reason = split["mode_error"].removeprefix(f"{mode}: ")
+            raise SmPartitionRefused(400, reason if mode in reason else f"--sm-partition {mode}: {reason}")
         # With a mask_error the mode is one of the start that could not be had in full.
         if split.get("mode") == mode and "mode_error" not in split and "mask_error" not in split:
             return split

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,16 +52,19 @@ def slab_tokens(config: SpaceServeConfig, feature_dim: int, dtype: torch.dtype, 
     """Rows of the slab: whole blocks within `--encoder-feature-cache-gb`.
 
     Raises:
-        ValueError: not even one block fits.
+        ValueError: not even one block fits, or the GPU's memory is smaller.
     """
     import torch
 
     cache_gb = config.encoder_feature_cache_gb
-    if cache_gb is None:
-        if device.type == "cuda":
-            cache_gb = GPU_CACHE_FRACTION * torch.cuda.get_device_properties(device).total_memory / 1e9
-        else:
-            cache_gb = CPU_CACHE_GB
+    if device.type == "cuda":
+        memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9
+        if cache_gb is None:
+            cache_gb = GPU_CACHE_FRACTION * memory_gb
+        elif cache_gb > memory_gb:
+            raise ValueError(f"--encoder-feature-cache-gb {cache_gb:g}: the GPU has {memory_gb:.1f} GB of memory")
+    elif cache_gb is None:
+        cache_gb = CPU_CACHE_GB
     return blocks_in(cache_gb, feature_dim, dtype, "cache") * BLOCK_TOKENS
 
 
@@ -72,7 +76,11 @@ def blocks_in(size_gb: float, feature_dim: int, dtype: torch.dtype, name: str) -
     """
     num_blocks = int(size_gb * 1e9) // (BLOCK_TOKENS * feature_dim * dtype.itemsize)
     if num_blocks < 1:
-        raise ValueError(f"--encoder-feature-{name}-gb {size_gb} holds no block of {BLOCK_TOKENS} tokens")
+        block_kb = BLOCK_TOKENS * feature_dim * dtype.itemsize / 1e3
+        raise ValueError(
+            f"--encoder-feature-{name}-gb {size_gb:g} holds no block of features ({BLOCK_TOKENS} tokens, "
+            f"{block_kb:.1f} kB)"
+        )
     return num_blocks
 
 
@@ -103,10 +111,31 @@ def run_encoder_process(spec: WorkerSpec) -> None:
     try:
         _serve(spec)
     except Exception as error:
-        logger.exception("The encoder worker failed")
-        Path(spec.channels.run_dir, f"encoder-error-{spec.epoch}").write_text(str(error) or type(error).__name__)
+        reason = reason_of(error)
+        # The supervisor says what is wrong with a setting; a traceback would only hide that.
+        logger.error("The encoder worker failed: %s", reason, exc_info=not SpaceServeConfig.is_at_fault(reason))
+        Path(spec.channels.run_dir, f"encoder-error-{spec.epoch}").write_text(reason)
         # Threads of a failed encoder may hang in the driver: do not wait for them.
         os._exit(1)
+
+
+def reason_of(error: Exception) -> str:
+    """One line that says what went wrong: the error's first, after its type where that is no ValueError."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0] if isinstance(error, ValueError) else f"{type(error).__name__}: {lines[0]}"
+
+
+@contextmanager
+def _memory_for(setting: str) -> Iterator[None]:
+    """Name the setting that asks for more memory than the GPU has left."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{setting}: {reason_of(error)}") from error
 
 
 def _serve(spec: WorkerSpec) -> None:
@@ -143,7 +172,8 @@ def _serve(spec: WorkerSpec) -> None:
     encoder = VisionEncoder(spec.server_args, f"{channels.run_dir}/encoder-init-{spec.epoch}")
     dim = feature_dim(encoder.hf_config)
     num_tokens = slab_tokens(config, dim, encoder.dtype, encoder.device)
-    slab = Slab.create(num_tokens, dim, encoder.dtype, encoder.device, channels.slab_segment(spec.epoch))
+    with _memory_for("--encoder-feature-cache-gb"):
+        slab = Slab.create(num_tokens, dim, encoder.dtype, encoder.device, channels.slab_segment(spec.epoch))
     gpu = torch.cuda.get_device_properties(encoder.device) if encoder.device.type == "cuda" else None
     capacity = batch_capacity(
         config.encoder_batch_capacity_patches,
@@ -151,7 +181,8 @@ def _serve(spec: WorkerSpec) -> None:
         0 if gpu is None else gpu.multi_processor_count,
         spec.server_args.model_path,
     )
-    _warm_up(encoder, capacity)
+    with _memory_for("--encoder-batch-capacity-patches"):
+        _warm_up(encoder, capacity)
     processor = _get_processor_wrapper(spec.server_args)
     preprocessor = Preprocessor(processor, spec.server_args.mm_process_config, encoder.device)
     num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ POLL_S = 0.2
 START_PATIENCE = 5
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 600.0
+FAILED_START_INTERVAL_S = 1.0
 
 
 class EncoderSupervisor:
@@ -43,6 +45,10 @@ class EncoderSupervisor:
     A worker that fails before it has ever been up is not started again: its settings are at fault. One that dies later
     is, at most `MAX_RESTARTS` times in `RESTART_WINDOW_S`; after that requests with images get HTTP 503 and text goes
     on.
+
+    Args:
+        on_failed_start: called with the reason where the first worker does not come up; the server has to end then.
+            Called from the supervisor's thread, again every second until `stop`.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class EncoderSupervisor:
         config: SpaceServeConfig,
         family: Family,
         channels: Channels,
+        on_failed_start: Callable[[str], None],
         *,
         forked: bool,
     ) -> None:
@@ -58,6 +65,7 @@ class EncoderSupervisor:
         self._config = config
         self._family = family
         self._channels = channels
+        self._on_failed_start = on_failed_start
         self._heartbeat = Heartbeat(channels.heartbeat)
         self._context = context(forked=forked)
         self._process: BaseProcess | None = None
@@ -132,7 +140,10 @@ class EncoderSupervisor:
         error_file = Path(self._channels.run_dir, f"encoder-error-{self._epoch}")
         reason = error_file.read_text() if error_file.exists() else cause
         if not self._was_up and self._epoch == 0:
-            self._give_up(f"the encoder worker did not start: {reason}")
+            # Again and again: code that the main thread happens to run may swallow what is raised in it.
+            self._on_failed_start(f"the encoder worker did not start: {reason}")
+            while not self._stopping.wait(FAILED_START_INTERVAL_S):
+                self._on_failed_start(f"the encoder worker did not start: {reason}")
             return False
         if len(self._restarts) >= MAX_RESTARTS:
             self._give_up(f"the encoder worker failed {MAX_RESTARTS + 1} times, last: {reason}")

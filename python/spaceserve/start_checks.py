@@ -1,0 +1,183 @@
+"""What keeps a server from starting, found as early as it can be known and said in one line."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import shutil
+import socket
+from typing import TYPE_CHECKING
+
+from spaceserve.config import SpaceServeConfig
+from spaceserve.shared_memory import SHM_DIR
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.server_args import ServerArgs
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+
+
+class StartError(Exception):
+    """The server cannot start; the message is one line that says what to do."""
+
+
+def own_config(argv: list[str]) -> SpaceServeConfig:
+    """SpaceServe's own arguments, before SGLang (and with it CUDA) is imported.
+
+    Raises:
+        StartError: a value is of the wrong kind or out of range.
+    """
+    parser = _OwnParser(prog="python -m spaceserve.launch_server", add_help=False, allow_abbrev=False)
+    SpaceServeConfig.add_cli_args(parser)
+    namespace, _ = parser.parse_known_args(argv)
+    try:
+        return SpaceServeConfig.from_cli_args(namespace)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def check_named_model(argv: list[str]) -> None:
+    """`check_model_folder` for the model on the command line, before SGLang and all its options are imported.
+
+    Raises:
+        StartError: see there.
+    """
+    parser = _OwnParser(add_help=False)  # abbreviations are allowed, as SGLang allows them
+    parser.add_argument("--model-path", "--model")
+    parser.add_argument("--load-format", default="auto")
+    namespace, _ = parser.parse_known_args(argv)
+    if namespace.model_path is not None:
+        check_model_folder(namespace.model_path, namespace.load_format)
+
+
+class _OwnParser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """One line, without the list of all options."""
+        raise StartError(message)
+
+
+def check_memory(config: SpaceServeConfig, *, has_accelerator: bool) -> None:
+    """Compare the feature store's sizes with the machine's, before anything is started.
+
+    What the encoder worker finds when it takes the memory is exact; this is what cannot be had at any time.
+
+    Raises:
+        StartError: host memory, or the shared memory that holds the store on the CPU, is smaller.
+    """
+    memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    host_gb, cache_gb = config.encoder_feature_host_gb or 0.0, config.encoder_feature_cache_gb or 0.0
+    if host_gb > memory_gb:
+        raise StartError(f"--encoder-feature-host-gb {host_gb:g}: this machine has {memory_gb:.1f} GB of memory")
+    if has_accelerator:
+        return
+    shared_gb = shutil.disk_usage(SHM_DIR).free / 1e9
+    if cache_gb > shared_gb:
+        raise StartError(
+            f"--encoder-feature-cache-gb {cache_gb:g}: {SHM_DIR}, which holds the features on the CPU, has "
+            f"{shared_gb:.2f} GB left"
+        )
+    if cache_gb + host_gb > memory_gb:
+        raise StartError(
+            f"--encoder-feature-cache-gb {cache_gb:g} and --encoder-feature-host-gb {host_gb:g}: this machine has "
+            f"{memory_gb:.1f} GB of memory"
+        )
+
+
+def check_blocks(config: SpaceServeConfig, feature_dim: int, dtype: torch.dtype) -> None:
+    """Find sizes of the feature store that hold nothing of a model, before it is loaded.
+
+    Args:
+        feature_dim: elements of one token's features.
+        dtype: theirs.
+
+    Raises:
+        StartError: not even one block of features fits.
+    """
+    from spaceserve.encoder.process import blocks_in
+
+    for name, size_gb in (("cache", config.encoder_feature_cache_gb), ("host", config.encoder_feature_host_gb)):
+        if size_gb is not None:
+            try:
+                blocks_in(size_gb, feature_dim, dtype, name)
+            except ValueError as error:
+                raise StartError(str(error)) from error
+
+
+def check_model_folder(path: str, load_format: str) -> None:
+    """Look at a checkpoint in a local folder; a name of the Hugging Face hub, or of a remote store, passes.
+
+    Raises:
+        StartError: there is no such folder, it lacks a file that every checkpoint has, or one cannot be read.
+    """
+    advice = "give --model-path a Hugging Face checkpoint"
+    if not os.path.isdir(path):
+        if os.path.exists(path) and not path.endswith(".gguf"):
+            raise StartError(f"{path} is not a folder: {advice}")
+        # The hub's names are `organisation/name`, SGLang's remote ones have a scheme.
+        is_local = path.startswith((os.sep, ".", "~")) or path.count(os.sep) > 1
+        if is_local and "://" not in path and not os.path.exists(path):
+            raise StartError(f"there is no model folder {path}: give --model-path an existing one")
+        return
+    try:
+        names = os.listdir(path)
+        if "config.json" not in names:
+            raise StartError(f"the folder {path} holds no config.json: {advice}")
+        weights = [name for pattern in WEIGHT_PATTERNS for name in glob.glob(pattern, root_dir=path)]
+        if not weights and load_format in ("auto", "safetensors", "pt"):
+            raise StartError(f"the folder {path} holds no weights ({', '.join(WEIGHT_PATTERNS)}): {advice}")
+        for name in ("config.json", *weights):
+            with open(os.path.join(path, name), "rb"):
+                pass
+    except OSError as error:
+        raise StartError(f"the model folder {path} cannot be read ({error.filename}: {error.strerror})") from error
+    for name in weights:
+        if name.endswith(".safetensors"):
+            _check_safetensors(os.path.join(path, name))
+
+
+def _check_safetensors(path: str) -> None:
+    """Raises StartError for a file that was cut off, or is the pointer that Git LFS leaves. Reads its header only."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise StartError(f"the weights {path} cannot be read ({error}): fetch the checkpoint again") from error
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises StartError where nothing can listen at that address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {host}:{port} ({error.strerror}): "
+                "stop the process that does, or choose another --port"
+            ) from error
+
+
+def check_architecture(server_args: ServerArgs) -> None:
+    """Find out before any process is started that SGLang cannot serve the model.
+
+    Raises:
+        StartError: no architecture of the checkpoint is SGLang's, transformers' or the checkpoint's own.
+    """
+    import transformers
+    from sglang.srt.models.registry import ModelRegistry
+
+    config = server_args.get_model_config().hf_config
+    architectures = list(config.architectures or [])
+    supported = ModelRegistry.get_supported_archs()
+    is_known = any(name in supported or hasattr(transformers, name) for name in architectures)
+    if is_known or getattr(config, "auto_map", None):
+        return
+    raise StartError(
+        f"the architecture {', '.join(architectures) or 'of the checkpoint'} is not one that SGLang 0.5.17 serves: "
+        "give --model-path another checkpoint"
+    )

@@ -1,0 +1,158 @@
+"""What keeps a server from starting: found early, said in one line that names the option or the file."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spaceserve.channels import Channels
+from spaceserve.config import SpaceServeConfig
+from spaceserve.demo import model_path
+from spaceserve.encoder.process import reason_of
+from spaceserve.encoder.supervisor import EncoderSupervisor
+from spaceserve.families import FAMILIES
+from spaceserve.start_checks import (
+    StartError,
+    check_blocks,
+    check_memory,
+    check_model_folder,
+    check_named_model,
+    own_config,
+)
+from spaceserve.starting import ProcessFailed, Starting
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    """The handlers that a start sets are gone after the test."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGQUIT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_an_option_that_cannot_be_read_is_one_line() -> None:
+    with pytest.raises(StartError, match="--encoder-preprocess-threads: invalid int value: '1e5'"):
+        own_config(["--encoder-preprocess-threads", "1e5"])
+    with pytest.raises(StartError, match="--encoder-window-ms must be greater than 0"):
+        own_config(["--encoder-window-ms", "-1"])
+    assert own_config(["--encoder-window-ms", "5", "--of-sglang", "1"]).encoder_window_ms == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"encoder_feature_host_gb": 1e5}, "--encoder-feature-host-gb 100000: this machine has"),
+        ({"encoder_feature_cache_gb": 1e5}, "--encoder-feature-cache-gb 100000: /dev/shm"),
+    ],
+)
+def test_memory_that_the_machine_lacks_is_refused_at_once(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(StartError, match=reason):
+        check_memory(SpaceServeConfig(**settings), has_accelerator=False)
+    check_memory(SpaceServeConfig(), has_accelerator=False)
+
+
+def test_the_store_on_a_gpu_is_not_held_against_the_hosts_memory() -> None:
+    check_memory(SpaceServeConfig(encoder_feature_cache_gb=1e5), has_accelerator=True)
+    with pytest.raises(StartError, match="--encoder-feature-host-gb"):
+        check_memory(SpaceServeConfig(encoder_feature_host_gb=1e5), has_accelerator=True)
+
+
+@pytest.mark.parametrize("name", ["cache", "host"])
+def test_a_store_of_less_than_a_block_is_refused_before_the_model_is_loaded(name: str) -> None:
+    block_gb = 16 * 256 * 4 / 1e9
+
+    def of_size(size_gb: float) -> SpaceServeConfig:
+        settings: dict[str, Any] = {f"encoder_feature_{name}_gb": size_gb}
+        return SpaceServeConfig(**settings)
+
+    with pytest.raises(StartError, match=rf"--encoder-feature-{name}-gb 1e-09 holds no block .* 16\.4 kB"):
+        check_blocks(of_size(1e-9), 256, torch.float32)
+    check_blocks(of_size(1.001 * block_gb), 256, torch.float32)
+
+
+def test_model_folders_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with pytest.raises(StartError, match=f"no model folder {folder}"):
+        check_model_folder(str(folder), "auto")
+    folder.mkdir()
+    with pytest.raises(StartError, match=r"holds no config\.json"):
+        check_model_folder(str(folder), "auto")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(StartError, match="is not a folder"):
+        check_model_folder(str(folder / "config.json"), "auto")
+    with pytest.raises(StartError, match="holds no weights"):
+        check_model_folder(str(folder), "auto")
+    check_model_folder(str(folder), "dummy")
+    (folder / "model.safetensors").symlink_to(folder / "gone")
+    with pytest.raises(StartError, match=r"cannot be read .*model\.safetensors: No such file"):
+        check_model_folder(str(folder), "auto")
+    (folder / "gone").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(StartError, match=r"the weights .*model\.safetensors cannot be read .*header"):
+        check_model_folder(str(folder), "auto")
+    whole = next(model_path().glob("*.safetensors")).read_bytes()
+    (folder / "gone").write_bytes(whole[:-1])
+    with pytest.raises(StartError, match=r"the weights .*model\.safetensors cannot be read"):
+        check_model_folder(str(folder), "auto")
+    (folder / "gone").write_bytes(whole)
+    check_model_folder(str(folder), "auto")
+    check_model_folder("Organisation/a-model-of-the-hub", "auto")
+    check_model_folder("s3://bucket/a/model", "auto")
+
+
+@pytest.mark.parametrize("option", ["--model-path", "--model", "--model-pa"])
+def test_the_named_model_is_looked_at_before_sglang_is_imported(option: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StartError, match="holds no weights"):
+        check_named_model(["--port", "1", option, str(tmp_path), "--device", "cpu"])
+    with pytest.raises(StartError, match="holds no weights"):
+        check_named_model([f"{option}={tmp_path}"])
+    check_named_model([option, str(tmp_path), "--load-format", "dummy"])
+    check_named_model(["--model-impl", "auto", "--device", "cpu"])
+
+
+def test_a_workers_error_is_one_line_and_an_option_in_it_is_the_users() -> None:
+    assert reason_of(ValueError("--sm-partition static:9: the device has 2 cores")).startswith("--sm-partition")
+    assert reason_of(RuntimeError("\nCUDA error: x\nCompile with ...")) == "RuntimeError: CUDA error: x"
+    assert reason_of(KeyError()) == "KeyError"
+    assert SpaceServeConfig.is_at_fault("--sm-partition static:9: the device has 2 cores")
+    assert SpaceServeConfig.is_at_fault("no room: give a smaller --encoder-feature-cache-gb")
+    assert not SpaceServeConfig.is_at_fault("ValueError: see --help, --sm-partitions")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_worker_that_does_not_start_ends_what_the_main_thread_does(tmp_path: Path) -> None:
+    """Its reason is raised in the main thread, and once more where something swallows it there."""
+    channels = Channels(run_dir=str(tmp_path), shm_prefix="spaceserve-unit-test-", dp_size=1)
+    (tmp_path / "encoder-error-0").write_text("--sm-partition static:9: the device has 2 cores")
+    server_args: Any = None
+    starting = Starting()
+    family = FAMILIES["Qwen2VLForConditionalGeneration"]
+    supervisor = EncoderSupervisor(server_args, SpaceServeConfig(), family, channels, starting.fail, forked=False)
+    ended = SimpleNamespace(pid=None, exitcode=1, is_alive=lambda: False, start=lambda: None)
+    supervisor._context = SimpleNamespace(Process=lambda **arguments: ended)  # type: ignore[assignment]
+    supervisor.start()
+    for _ in range(2):
+        with pytest.raises(ProcessFailed) as failed:
+            time.sleep(15)
+        assert str(failed.value) == "the encoder worker did not start: --sm-partition static:9: the device has 2 cores"
+    starting.over()
+    supervisor.stop()
+
+
+@pytest.mark.usefixtures("signal_handlers")
+def test_a_scheduler_that_does_not_start_ends_what_the_main_thread_does() -> None:
+    """SGLang's schedulers say so with SIGQUIT."""
+    Starting().hook().function(None, SimpleNamespace(custom_sigquit_handler=None))
+    with pytest.raises(ProcessFailed, match="the scheduler did not start"):
+        signal.raise_signal(signal.SIGQUIT)
