@@ -91,12 +91,17 @@ def memory_growth(
 ) -> list[dict[str, Any]]:
     """For each process, mean memory (MiB) while the first ``window`` answers came (after a tenth of them, as warm-up)
     and while the last did. Processes that did not live through both are listed with None. The scheduler's RadixCache
-    grows until it is full: ``late_growth_mib`` is what came after 60 % of the answers."""
+    grows until it is full: ``late_growth_mib`` is what came after 60 % of the answers. ``by_window_mib`` is the mean
+    over each window in turn, so that a step can be told from a slope."""
     rows = []
     for pid in sorted({pid for _, _, resident in samples for pid in resident}):
         first = [r[pid] for _, n, r in samples if pid in r and window / 10 <= n <= window]
         last = [r[pid] for _, n, r in samples if pid in r and n >= total - window]
         filled = [r[pid] for _, n, r in samples if pid in r and 0.6 * total <= n <= 0.6 * total + window]
+        windows = [
+            [r[pid] for _, n, r in samples if pid in r and begin <= n < begin + window]
+            for begin in range(0, total, window)
+        ]
         early = sum(first) / len(first) / 2**20 if first else None
         late = sum(last) / len(last) / 2**20 if last else None
         growth = late - early if early is not None and late is not None else None
@@ -109,6 +114,7 @@ def memory_growth(
                 "last_mib": None if late is None else round(late, 1),
                 "growth_mib": None if growth is None else round(growth, 1),
                 "late_growth_mib": None if late_growth is None else round(late_growth, 1),
+                "by_window_mib": [round(sum(w) / len(w) / 2**20, 1) if w else None for w in windows],
             }
         )
     return rows

@@ -377,6 +377,7 @@ def test_soak_finds_unequal_answers_and_growth() -> None:
     rows = {row["pid"]: row for row in soak.memory_growth(samples, {1: "grows", 2: "flat"}, 100, 20)}
     assert rows[1]["growth_mib"] == pytest.approx(75, abs=1)
     assert rows[1]["late_growth_mib"] == pytest.approx(20, abs=1)
+    assert rows[1]["by_window_mib"] == [105, 125, 145, 165, 185]
     assert rows[2]["growth_mib"] == rows[2]["late_growth_mib"] == 0
 
 

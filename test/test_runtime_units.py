@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +19,13 @@ from PIL import Image
 
 from spaceserve import messages, shared_memory
 from spaceserve.config import SpaceServeConfig
+from spaceserve.encoder.model import mask_cache_hook
 from spaceserve.encoder.preprocess import BadImage, decode
 from spaceserve.families import FAMILIES, find_family, image_grid
 from spaceserve.feature_store.store import Ticket
 from spaceserve.frontend.admission import check_in_vocabulary
 from spaceserve.frontend.fetch import BadImageInput, fetch_bytes, read_header
-from spaceserve.hooks import Hook, HookError, install, verify
+from spaceserve.hooks import Hook, HookError, check_signature, install, verify
 from spaceserve.launch_server import parse_args, split_obstacle
 from spaceserve.messages import ImageSource
 from spaceserve.processes import WithEnvironment
@@ -413,3 +415,42 @@ print(before - psutil.Process().memory_info().rss)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert int(result.stdout) > 64 << 20
+
+
+def test_large_pieces_come_from_the_heap_from_the_beginning() -> None:
+    """In a process of its own: 8 MiB, for which glibc would ask the system for pages of their own."""
+    code = """
+import ctypes
+from spaceserve.heap import fix_heap_thresholds
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks a b c d e f".split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo.restype = Mallinfo
+libc.malloc.restype = ctypes.c_void_p
+def pages_of_its_own():
+    before = libc.mallinfo().hblks
+    assert libc.malloc(8 << 20)
+    return libc.mallinfo().hblks - before
+print(pages_of_its_own())
+assert fix_heap_thresholds()
+print(pages_of_its_own())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split() == ["1", "0"]
+
+
+def test_only_the_last_attention_masks_are_kept() -> None:
+    from sglang.srt.layers.attention.vision import VisionSdpaAttention
+
+    hook = mask_cache_hook()
+    check_signature(hook)
+    original = VisionSdpaAttention._generate_mask_cache.__wrapped__
+    kept = []
+    for end in range(4, 24, 4):
+        sizes = (24, True, (0, end, 24))
+        mask = hook.function(*sizes)
+        assert torch.equal(mask, original(*sizes))
+        assert hook.function(*sizes) is mask, "the layers of one batch share it"
+        kept.append(weakref.ref(mask))
+        del mask
+    assert [mask() is not None for mask in kept] == [False] * 3 + [True] * 2

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
 from spaceserve.families import Family
-from spaceserve.heap import trim_heap
+from spaceserve.heap import fix_heap_thresholds, trim_heap
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,7 @@ def run_encoder_process(spec: WorkerSpec) -> None:
     from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
+    fix_heap_thresholds()
     import setproctitle
 
     setproctitle.setproctitle("spaceserve::encoder")
