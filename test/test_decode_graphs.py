@@ -144,7 +144,13 @@ def test_lanes_of_prefill_follow_the_mask_mode_and_are_noted(tmp_path: Path, mon
     def share(partitioner: Any, mask_mode: str) -> Any:
         made.append(mask_mode)
         units = {"encoder": 92, "both": 84}[mask_mode]
-        return SimpleNamespace(rungs=(units,), units=lambda **state: units, decode_weight=1.0, DEFAULT_WEIGHT=1.0)
+        return SimpleNamespace(
+            rungs=(units,),
+            units=lambda **state: units,
+            alone_ms=lambda tokens, prefix: 10.0,
+            decode_weight=1.0,
+            DEFAULT_WEIGHT=1.0,
+        )
 
     partitioner: Any = SimpleNamespace(
         total_units=132, group=lambda n: SimpleNamespace(stream=f"stream of {n}", granted=n)
@@ -162,6 +168,9 @@ def test_lanes_of_prefill_follow_the_mask_mode_and_are_noted(tmp_path: Path, mon
     scheduler.running_batch.reqs = []
     assert lanes.choose(scheduler, batch, 0.0, 0.0).num_sms == 132
     assert noted == [84, 92, 100, 132, 132]
+    scheduler.running_batch.reqs = [req]
+    assert lanes.choose(scheduler, batch, 0.0, 20.0).num_sms == 132
+    assert noted[-1] == 0, "a prefill that takes the host longer than the device is nothing to keep clear of"
     assert made == ["both", "encoder"]
 
 

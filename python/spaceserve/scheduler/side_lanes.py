@@ -45,7 +45,7 @@ class PrefillLanes:
         mode: as `--sm-partition`, which partitions the encoder alike.
         mode_path: the file in which a changed mode is written while the server runs (status.py).
         partitioner_factory, share_factory: make what a mode needs, at its first use; the latter for a mask mode.
-        chosen: called with the SMs of each lane that is chosen.
+        chosen: called with the SMs of each lane that decode should keep clear of; 0 for none.
         num_ready: how many requests wait for a prefill and for nothing else.
     """
 
@@ -76,15 +76,20 @@ class PrefillLanes:
 
     def choose(self, scheduler: Any, batch: Any, prefill_load: float, host_ms: float) -> Lane:
         """The lane for the prefill `batch` beside what `scheduler` decodes now; the others as in PrefillShare."""
-        lane = self._choose(scheduler, batch, prefill_load, host_ms)
-        self._chosen(lane.num_sms)
-        return lane
-
-    def _choose(self, scheduler: Any, batch: Any, prefill_load: float, host_ms: float) -> Lane:
         self._follow()
         running = scheduler.running_batch.reqs
         if not running or self._mode.kind == "off":
-            return self._whole
+            lane, to_avoid = self._whole, self._whole.num_sms
+        else:
+            lane = self._beside(running, batch, prefill_load, host_ms)
+            _, share = self._prepare()
+            # A prefill that the host cannot launch as fast as the device runs it leaves its SMs idle most of the time.
+            is_launch_bound = share.alone_ms(batch.extend_num_tokens, max(batch.prefix_lens, default=0)) < host_ms
+            to_avoid = 0 if is_launch_bound else lane.num_sms
+        self._chosen(to_avoid)
+        return lane
+
+    def _beside(self, running: Sequence[Any], batch: Any, prefill_load: float, host_ms: float) -> Lane:
         partitioner, share = self._prepare()
         if self._mode.num_sms is not None:
             # The encoder worker refuses more than there are, a moment later.
@@ -141,7 +146,7 @@ def lanes_for(
     Args:
         num_ready: how many requests wait for a prefill and for nothing else.
         ladder: groups of decode, if it has any.
-        chosen: called with the SMs of each prefill's lane.
+        chosen: called with the SMs of each prefill's lane that decode should keep clear of; 0 for none.
     """
     if scheduler.device == "cpu":
         return None

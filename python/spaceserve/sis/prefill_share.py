@@ -54,6 +54,10 @@ class PrefillShare:
         if self._beside is not None:
             self.rungs = (*self.rungs, self._total)
 
+    def alone_ms(self, prefill_tokens: int, prefix_tokens: int) -> float:
+        """Time of a prefill alone on the whole device."""
+        return self._curves.at(self._total).prefill_chunk_ms(prefill_tokens, prefix_tokens)
+
     def units(
         self,
         *,
