@@ -313,6 +313,31 @@ def test_state_of_the_prefill_is_put_back(scheduler: Scheduler) -> None:
     assert scheduler.chunked_req is chunk.chunked_req
 
 
+def test_a_prefill_that_is_over_with_its_launch_joins_the_next_step(scheduler: Scheduler) -> None:
+    scheduler.running_batch = Batch([Req("a")], False)
+    scheduler.side._launch(Batch([Req("b")], True))
+    event = pending(scheduler.side)
+    scheduler.side._finish_if_quick()
+    assert scheduler.side.in_flight, "the device is still busy with it"
+    event.is_done = True
+    scheduler.side._finish_if_quick()
+    assert not scheduler.side.in_flight
+    assert [req.rid for req in scheduler.running_batch.reqs] == ["a", "b"]
+
+
+def test_nothing_is_waited_for_while_the_device_has_no_decode_step(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spaceserve.scheduler.side_prefill.QUICK_WAIT_S", 60.0)
+    scheduler.side._launch(Batch([Req("b")], True))
+    pending(scheduler.side)
+    step = Result("decode")
+    step.copy_done.is_done = True
+    scheduler.result_queue.append((Batch([Req("a")], False), step))
+    scheduler.side._finish_if_quick()
+    assert scheduler.side.in_flight
+
+
 @pytest.mark.parametrize("timed", [False, True])
 def test_which_layers_let_decode_go_on(scheduler: Scheduler, timed: bool) -> None:
     """On the CPU the middle one; none where SGLang times its forwards, which must not be nested then."""

@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 CONCURRENT_ATTENTION_BACKENDS = ("fa3",)
 
 HOST_TIME_ALPHA = 0.2
+# How long a launch is waited for that may be over in a moment: a small part of a decode step.
+QUICK_WAIT_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class SidePrefill:
         batch = self._next_batch()
         if batch is not None and batch.forward_mode.is_extend():
             self._launch(batch)
+            self._finish_if_quick()
             batch = self._next_batch()
         scheduler.cur_batch_for_debug = batch
         self._decode(batch)
@@ -347,6 +350,22 @@ class SidePrefill:
             self._theirs = {}
             for name, value in theirs.items():
                 setattr(scheduler, name, value)
+
+    def _finish_if_quick(self) -> None:
+        """Take the results of a prefill that is over with its launch, as short ones are, before the next decode step.
+
+        Otherwise its first token would wait for a step, and its second for another. The device has a step to run
+        meanwhile; once that is over there is something better to do than wait.
+        """
+        flight, pending = self._flight, self._scheduler.result_queue
+        assert flight is not None
+        if flight.done is None:
+            return
+        end_s = time.monotonic() + QUICK_WAIT_S
+        while not flight.done.query():
+            if time.monotonic() > end_s or (pending and pending[-1][1].copy_done.query()):
+                return
+        self._finish(wait=False)
 
     def _finish(self, *, wait: bool) -> None:
         """Process the results of the prefill in flight and let its requests decode."""
