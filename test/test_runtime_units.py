@@ -417,26 +417,30 @@ print(before - psutil.Process().memory_info().rss)
     assert int(result.stdout) > 64 << 20
 
 
-def test_large_pieces_come_from_the_heap_from_the_beginning() -> None:
-    """In a process of its own: 8 MiB, for which glibc would ask the system for pages of their own."""
+def test_large_pieces_go_back_to_the_system_when_they_are_freed() -> None:
+    """In a process of its own. Once a piece of 16 MiB was freed, glibc takes 2 MiB from its heap unless told not to."""
     code = """
-import ctypes
+import ctypes, sys
 from spaceserve.heap import fix_heap_thresholds
 class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in "arena ordblks smblks hblks a b c d e f".split()]
 libc = ctypes.CDLL(None)
 libc.mallinfo.restype = Mallinfo
 libc.malloc.restype = ctypes.c_void_p
-def pages_of_its_own():
-    before = libc.mallinfo().hblks
-    assert libc.malloc(8 << 20)
-    return libc.mallinfo().hblks - before
-print(pages_of_its_own())
-assert fix_heap_thresholds()
-print(pages_of_its_own())
+libc.free.argtypes = [ctypes.c_void_p]
+if sys.argv[1] == "fixed":
+    assert fix_heap_thresholds()
+libc.free(libc.malloc(16 << 20))
+before = libc.mallinfo().hblks
+assert libc.malloc(2 << 20)
+print(libc.mallinfo().hblks - before)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.split() == ["1", "0"]
+    pages_of_their_own = {}
+    for mode in ("moving", "fixed"):
+        command = [sys.executable, "-c", code, mode]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        pages_of_their_own[mode] = int(result.stdout)
+    assert pages_of_their_own == {"moving": 0, "fixed": 1}
 
 
 def test_only_the_last_attention_masks_are_kept() -> None:

@@ -7,17 +7,18 @@ import ctypes
 # mallopt's names for them, in glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-# The largest that glibc takes, and where its own adjustment ends once a piece of this size was freed.
-MMAP_THRESHOLD_BYTES = 32 << 20
-TRIM_THRESHOLD_BYTES = 2 * MMAP_THRESHOLD_BYTES
+MMAP_THRESHOLD_BYTES = 1 << 20
+TRIM_THRESHOLD_BYTES = 64 << 20
 
 
 def fix_heap_thresholds() -> bool:
-    """Take pieces below 32 MiB from the heaps from the beginning; call it before threads allocate.
+    """Give buffers from 1 MiB on pages of their own, which go back when they are freed; call it before threads start.
 
-    glibc starts at 128 KiB and raises the limit whenever a larger piece is freed. What was allocated for good in
-    between lies scattered over the heaps, and buffers of images and activations find ever fewer gaps that they fit
-    in: the worker's memory rose for thousands of images. Lower limits cost page faults (docs/feature-store.md).
+    For processes that run a model on the CPU, whose activations are buffers of the C library. glibc moves the limit up
+    to 32 MiB as it sees such pieces freed. From then on they lie in the threads' heaps, between what was allocated for
+    good, and a process grows for ten thousand requests towards the most that its batches ever needed at once. With a
+    limit of one's own, glibc also gives back the top of its heaps beyond 128 KiB, at a cost in page faults: 64 MiB
+    are left to `trim_heap`. Figures: docs/feature-store.md.
 
     Returns:
         Whether the C library has `mallopt` and took both (glibc does; musl has none).

@@ -104,7 +104,8 @@ def run_encoder_process(spec: WorkerSpec) -> None:
     from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
-    fix_heap_thresholds()
+    if spec.server_args.device == "cpu":
+        fix_heap_thresholds()
     import setproctitle
 
     setproctitle.setproctitle("spaceserve::encoder")

@@ -16,6 +16,7 @@ from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
 from spaceserve.encoder.model import weights_hook
 from spaceserve.families import Family
+from spaceserve.heap import fix_heap_thresholds
 from spaceserve.hooks import Hook, install
 from spaceserve.messages import FeaturesFailed, FeaturesReady, WorkerDown, WorkerUp
 from spaceserve.scheduler.decode_graphs import decode_graph_hooks, decode_graphs
@@ -261,6 +262,8 @@ def run_scheduler_process(
     """
     from sglang.srt.managers.scheduler import run_scheduler_process as original
 
+    if server_args.device == "cpu":
+        fix_heap_thresholds()
     is_entry_rank = tp_rank == 0 and attn_cp_rank == 0 and pp_rank == 0
     link = EncoderLink(channels, dp_rank or 0) if is_entry_rank else None
     view = FeatureView()
