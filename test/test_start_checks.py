@@ -24,7 +24,9 @@ from spaceserve.start_checks import (
     check_memory,
     check_model_folder,
     check_named_model,
+    check_port,
     own_config,
+    with_config_file,
 )
 from spaceserve.starting import ProcessFailed, Starting
 
@@ -46,6 +48,35 @@ def test_an_option_that_cannot_be_read_is_one_line() -> None:
     with pytest.raises(StartError, match="--encoder-window-ms must be greater than 0"):
         own_config(["--encoder-window-ms", "-1"])
     assert own_config(["--encoder-window-ms", "5", "--of-sglang", "1"]).encoder_window_ms == 5
+
+
+def test_options_in_the_config_file_count_and_those_of_the_command_line_win(tmp_path: Path) -> None:
+    """They are needed before SGLang, which merges the file, is imported."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("encoder-window-ms: 7\nsm_partition: static:1\nenable-metrics: true\nmax-total-tokens: 9\n")
+    merged = with_config_file(["--config", str(file), "--sm-partition", "off"])
+    config = own_config(merged)
+    assert (config.encoder_window_ms, config.sm_partition) == (7, "off")
+    assert "--enable-metrics" in merged
+    assert "--max-total-tokens" not in merged, "SGLang's own are merged by SGLang"
+    file.write_text("encoder-feature-cache-gb: -3\n")
+    with pytest.raises(StartError, match="--encoder-feature-cache-gb"):
+        own_config(with_config_file(["--config", str(file)]))
+    for text in ("- a list", "{", "\x00"):
+        file.write_text(text)
+        with pytest.raises(StartError, match="--config"):
+            with_config_file(["--config", str(file)])
+    with pytest.raises(StartError, match="--config"):
+        with_config_file(["--config"])
+    assert with_config_file(["--port", "1"]) == ["--port", "1"]
+
+
+def test_addresses_at_which_nothing_can_listen() -> None:
+    for port in (-1, 0, 65536):
+        with pytest.raises(StartError, match=f"--port {port}: ports are 1 to 65535"):
+            check_port("127.0.0.1", port)
+    with pytest.raises(StartError, match=r"--host 256.1.1.1: "):
+        check_port("256.1.1.1", 30000)
 
 
 @pytest.mark.parametrize(

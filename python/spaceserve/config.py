@@ -40,7 +40,7 @@ def _auto_or_int(text: str) -> int | None:
 
 
 def _is_whole(text: str) -> bool:
-    return text.isdecimal() and len(text) < 10
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class SmPartition:
                 layers = int(numbers[1]) if len(numbers) == 2 else None
                 return SmPartition(kind=kind, decode_weight=weight, reconsider_layers=layers, mask_mode=mask_mode)
         raise ValueError(
-            "--sm-partition must be auto, sis, sis:W, sis:W:K, static:N (W and N above 0; each also after both+) or "
-            f"off, got {text!r}"
+            "--sm-partition must be auto, sis, sis:W, sis:W:K, static:N (W and N above 0, K below 10^9; each also "
+            f"after both+) or off, got {text[:80]!r}"
         )
 
 

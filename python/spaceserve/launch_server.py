@@ -27,6 +27,7 @@ from spaceserve.start_checks import (
     check_named_model,
     check_port,
     own_config,
+    with_config_file,
 )
 from spaceserve.starting import SCHEDULER_FAILED, ProcessFailed, Starting
 
@@ -299,16 +300,17 @@ def run(argv: list[str]) -> None:
     Raises:
         StartError: the server cannot start.
     """
-    config = own_config(argv)
+    with_file = with_config_file(argv)
+    config = own_config(with_file)
     check_memory(config, has_accelerator=not may_fork())
-    check_named_model(argv)
+    check_named_model(with_file)
     if {"-h", "--help"} & set(argv):
         parse_args(argv)
     with ExitStack() as stack:
         channels = Channels.create(dp_size=1)
         reaper = Reaper(channels.shm_prefix, channels.run_dir)
         stack.callback(reaper.close)
-        if "--enable-metrics" in argv and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        if "--enable-metrics" in with_file and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             # prometheus_client looks at this when it is imported, in every process.
             metrics_dir = os.path.join(channels.run_dir, "metrics")
             os.mkdir(metrics_dir)

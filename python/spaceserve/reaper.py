@@ -132,6 +132,8 @@ def _watch(launcher_pid: int) -> tuple[dict[int, str], set[str]]:
         if readable:
             chunk = os.read(0, 65536)
             if not chunk:
+                for pid in _left_of(seen):  # a worker may have come up since
+                    paths |= _semaphores(pid)
                 return seen, paths | set(os.fsdecode(written).splitlines())
             written += chunk
 

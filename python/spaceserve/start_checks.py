@@ -7,6 +7,8 @@ import glob
 import os
 import shutil
 import socket
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spaceserve.config import SpaceServeConfig
@@ -36,6 +38,36 @@ def own_config(argv: list[str]) -> SpaceServeConfig:
         return SpaceServeConfig.from_cli_args(namespace)
     except ValueError as error:
         raise StartError(str(error)) from error
+
+
+def with_config_file(argv: list[str]) -> list[str]:
+    """`argv` behind what the file of `--config` says of SpaceServe's options and of the model.
+
+    SGLang merges the file when its own options are known, which is too late for what is looked at before.
+
+    Raises:
+        StartError: the file is missing, unreadable or no mapping.
+    """
+    if "--config" not in argv:
+        return argv
+    import yaml
+
+    path = "".join(argv[argv.index("--config") + 1 :][:1])
+    try:
+        settings = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise StartError(f"--config {path}: {str(error).splitlines()[0]}") from error
+    if not isinstance(settings, dict):
+        raise StartError(f"--config {path} is no mapping of options to values")
+    wanted = {field.name for field in fields(SpaceServeConfig)} | {"model_path", "model", "load_format"}
+    found: list[str] = []
+    for option, value in settings.items():
+        name = str(option).replace("-", "_")
+        if name in wanted and value is not None:
+            found += [f"--{name.replace('_', '-')}", str(value)]
+        elif name == "enable_metrics" and value is True:
+            found.append("--enable-metrics")
+    return [*found, *argv]
 
 
 def check_named_model(argv: list[str]) -> None:
@@ -150,11 +182,15 @@ def _check_safetensors(path: str) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raises StartError where nothing can listen at that address."""
+    if not 0 < port < 1 << 16:
+        raise StartError(f"--port {port}: ports are 1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except socket.gaierror as error:
+            raise StartError(f"--host {host}: {error.strerror}") from error
         except OSError as error:
             raise StartError(
                 f"cannot listen on {host}:{port} ({error.strerror}): "
