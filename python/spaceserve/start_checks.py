@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spaceserve.config import SpaceServeConfig
+from spaceserve.config import SpaceServeConfig, option
 from spaceserve.shared_memory import SHM_DIR
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def with_config_file(argv: list[str]) -> list[str]:
         raise StartError(f"--config {path} is no mapping of options to values")
     wanted = {field.name for field in fields(SpaceServeConfig)} | {"model_path", "model", "load_format"}
     found: list[str] = []
-    for option, value in settings.items():
-        name = str(option).replace("-", "_")
+    for key, value in settings.items():
+        name = str(key).replace("-", "_")
         if name in wanted and value is not None:
-            found += [f"--{name.replace('_', '-')}", str(value)]
+            found += [option(name), str(value)]
         elif name == "enable_metrics" and value is True:
             found.append("--enable-metrics")
     return [*found, *argv]

@@ -29,17 +29,17 @@ class SmPartitionRefused(Exception):
 
 def read_status(channels: Channels) -> dict[str, Any] | None:
     """The encoder worker's last state; None before it has written any."""
-    try:
-        found: dict[str, Any] = json.loads(Path(channels.status_file).read_text())
-    except FileNotFoundError:
-        return None
-    return found
+    return _read(channels.status_file)
 
 
 def read_decoder(channels: Channels) -> dict[str, Any] | None:
     """The decoder's groups of SMs and its steps on each, as the scheduler left them; None before it has."""
+    return _read(channels.decoder_sms_file)
+
+
+def _read(file: str) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(Path(channels.decoder_sms_file).read_text())
+        found: dict[str, Any] = json.loads(Path(file).read_text())
     except FileNotFoundError:
         return None
     return found

@@ -81,16 +81,23 @@ class PrefillLanes:
         if not running or self._mode.kind == "off":
             lane, to_avoid = self._whole, self._whole.num_sms
         else:
-            lane = self._beside(running, batch, prefill_load, host_ms)
-            _, share = self._prepare()
+            partitioner, share = self._prepare()
+            lane = self._beside(partitioner, share, running, batch, prefill_load, host_ms)
             # A prefill that the host cannot launch as fast as the device runs it leaves its SMs idle most of the time.
             is_launch_bound = share.alone_ms(batch.extend_num_tokens, max(batch.prefix_lens, default=0)) < host_ms
             to_avoid = 0 if is_launch_bound else lane.num_sms
         self._chosen(to_avoid)
         return lane
 
-    def _beside(self, running: Sequence[Any], batch: Any, prefill_load: float, host_ms: float) -> Lane:
-        partitioner, share = self._prepare()
+    def _beside(
+        self,
+        partitioner: Partitioner,
+        share: PrefillShare,
+        running: Sequence[Any],
+        batch: Any,
+        prefill_load: float,
+        host_ms: float,
+    ) -> Lane:
         if self._mode.num_sms is not None:
             # The encoder worker refuses more than there are, a moment later.
             return self._lane(partitioner, min(self._mode.num_sms, partitioner.total_units))

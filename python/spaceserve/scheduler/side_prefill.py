@@ -225,8 +225,7 @@ class SidePrefill:
             scheduler.last_batch = None
         else:
             result = self._launch_decode(batch)
-        while len(scheduler.result_queue) > (result is not None):
-            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        self._take_results(pending=int(result is not None))
         if not had_work:
             scheduler.on_idle()
         if scheduler.enable_overlap:
@@ -244,6 +243,12 @@ class SidePrefill:
         scheduler.result_queue.append((batch.copy(), result))
         return result
 
+    def _take_results(self, *, pending: int) -> None:
+        """Process decode steps in their order until `pending` are left; waits for the device."""
+        scheduler = self._scheduler
+        while len(scheduler.result_queue) > pending:
+            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+
     def _before_layer(self, layer: nn.Module, args: Any) -> None:
         """Called by each decoder layer of an eager forward, decode's own included."""
         if self._launching is None or self._decoding_between:
@@ -257,8 +262,7 @@ class SidePrefill:
         started_s = time.monotonic()
         try:
             with self._as_before():
-                if len(pending) > 1:
-                    scheduler.process_batch_result(*pending.popleft())
+                self._take_results(pending=1)
                 running = scheduler.running_batch
                 if running.is_empty() or not running.check_decode_mem():
                     return  # memory for the next step is found by the loop, which can finish the prefill first
@@ -268,8 +272,7 @@ class SidePrefill:
                 result = self._launch_decode(batch)
                 self._between_steps += 1
                 if result is not None and result.delay_sample_func is not None:
-                    while len(pending) > 1:  # the grammar's next mask needs the token before
-                        scheduler.process_batch_result(*pending.popleft())
+                    self._take_results(pending=1)  # the grammar's next mask needs the token before
                     scheduler.launch_batch_sample_if_needed(result, batch)
         finally:
             self._decoding_between = False
@@ -301,9 +304,7 @@ class SidePrefill:
             self._flight = self._launched(batch, batch.extend_num_tokens, time.monotonic())
         finally:
             self._launching = None
-        pending = self._scheduler.result_queue
-        while len(pending) > 1:  # the loop launches the next step with one pending
-            self._scheduler.process_batch_result(*pending.popleft())
+        self._take_results(pending=1)  # the loop launches the next step with one pending
 
     def _launched(self, batch: Any, num_tokens: int, launched_s: float) -> _Flight:
         scheduler = self._scheduler
