@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,52 +12,20 @@ import psutil
 import pytest
 
 import serve_bench
+from scripted_sessions import BENCHMARK, FAKE, config, fake_arm, fake_server_is_importable  # noqa: F401 - a fixture
 from servebench import headline, kept, memory, plan
 from servebench.arms import Arm, ServerSpec
 from servebench.matrix import SETS, Entry
 from servebench.results import DONE, FAILED, Results, SliceKey
-from servebench.session import SessionConfig
 from servebench.together import TogetherSession
 from servebench.workload import Workload
 
 pytestmark = pytest.mark.cpu
-BENCHMARK = Path(__file__).resolve().parent.parent / "benchmark"
-FAKE = "{python} -m servebench.fake_server --host {host} --port {port}"
-
-
-@pytest.fixture(autouse=True)
-def fake_server_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(BENCHMARK), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
-
-
-def fake_arm(name: str, flags: str = "", ours: bool = False) -> Arm:
-    return Arm(name, (ServerSpec("server", f"{FAKE} {flags}"),), ours=ours)
 
 
 OURS = fake_arm("spaceserve", "--tpot-ms 1", ours=True)
 STOCK = fake_arm("stock", "--tpot-ms 2")
 MIXED = fake_arm("stock-mixed", "--tpot-ms 3")
-
-
-def config(tmp_path: Path, **changes: Any) -> SessionConfig:
-    work = tmp_path / "work"
-    work.mkdir(exist_ok=True)
-    settings: dict[str, Any] = {
-        "model": str(tmp_path / "model-folder"),
-        "model_name": "tiny",
-        "results": tmp_path / "results",
-        "work_dir": work,
-        "repo": BENCHMARK.parent,
-        "device": "cpu",
-        "output_len": 6,
-        "num_words": 8,
-        "scale": 0.1,
-        "start_estimate_s": 3.0,
-        "drain_s": 10.0,
-        "budget_s": 300.0,
-    }
-    return SessionConfig(**{**settings, **changes})
 
 
 def requests_seen(arm: dict[str, Any]) -> int:
