@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import serve_bench
-from scripted_sessions import BENCHMARK, FAKE, config, fake_arm, fake_server_is_importable  # noqa: F401 - a fixture
+from scripted_sessions import config, fake_arm, fake_server_is_importable  # noqa: F401 - a fixture
 from servebench import headline, kept, memory, plan
 from servebench.arms import Arm, ServerSpec
 from servebench.matrix import SETS, Entry
