@@ -39,10 +39,20 @@ class StateBoardTornError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeState:
-    """Decode side as of one step. `timestamp_ns` is the writer's, from the clock that readers pass to `is_stale`."""
+class _Written:
+    """What a board holds: `timestamp_ns` is of its write, from the clock that readers pass to `is_stale`."""
 
     timestamp_ns: int
+
+    def is_stale(self, now_ns: int, max_age_ns: int) -> bool:
+        """Whether the last write is older than `max_age_ns`; both clocks must be the same system-wide one."""
+        return now_ns - self.timestamp_ns > max_age_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeState(_Written):
+    """Decode side as of one step."""
+
     step: int
     running_batch: int
     context_tokens_sum: int
@@ -55,28 +65,18 @@ class DecodeState:
     def mean_context_tokens(self) -> float:
         return self.context_tokens_sum / self.running_batch if self.running_batch else 0.0
 
-    def is_stale(self, now_ns: int, max_age_ns: int) -> bool:
-        """Whether the last write is older than `max_age_ns`; both clocks must be the same system-wide one."""
-        return now_ns - self.timestamp_ns > max_age_ns
-
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderState:
-    """What the encoder worker runs.
+class EncoderState(_Written):
+    """What the encoder worker runs; an idle worker writes it again and again.
 
     Attributes:
-        timestamp_ns: of the write, on the clock that readers pass to `is_stale`; an idle worker writes again and again.
         encoder_units: units (SMs, cores) on which a batch runs now; 0 where none does.
         decoder_masked: whether decode is to keep to the units that are left.
     """
 
-    timestamp_ns: int
     encoder_units: int
     decoder_masked: bool
-
-    def is_stale(self, now_ns: int, max_age_ns: int) -> bool:
-        """As `DecodeState.is_stale`."""
-        return now_ns - self.timestamp_ns > max_age_ns
 
 
 @dataclass(frozen=True)
