@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -419,18 +419,8 @@ class Faults:
             "load": load.between(killed, end),
             "mps": watched.status().get("mps"),
         }
-        part["ok"] = bool(
-            unanswered
-            and part["restarted"]
-            and part["in_flight_answered"] == BURST
-            and new.get("status") == 200
-            and not part["load"]["stream_errors"]
-            and part["load"]["stream_tokens"] > 0
-        )
-        if not part["ok"]:
-            part["trouble"] = watched.trouble()
-        watched.note_processes()
-        return part
+        mended = unanswered and part["restarted"] and part["in_flight_answered"] == BURST and new.get("status") == 200
+        return survived(watched, part, mended)
 
     def kill_control(self, watched: Watched, load: Load) -> Json:
         """SIGKILL for the control daemon."""
@@ -462,18 +452,13 @@ class Faults:
             "load": load.between(begin, end),
             "lines": watched.lines_with("control daemon"),
         }
-        part["ok"] = bool(
+        mended = (
             part["restarted"]
             and image.get("status") == 200
             and part["restarts_metric"] == restarts + 1
             and part["mps_servers_survived"]
-            and not part["load"]["stream_errors"]
-            and part["load"]["stream_tokens"] > 0
         )
-        if not part["ok"]:
-            part["trouble"] = watched.trouble()
-        watched.note_processes()
-        return part
+        return survived(watched, part, mended)
 
     def kill_mps_server(self, watched: Watched) -> Json:
         """SIGKILL for the MPS server, which holds every context: the server has to end."""
@@ -613,6 +598,15 @@ class Faults:
         self.save()
 
 
+def survived(watched: Watched, part: Json, mended: object) -> Json:
+    """The part of a fault that the server must survive: well if what broke is `mended` and no stream was disturbed."""
+    part["ok"] = bool(mended and not part["load"]["stream_errors"] and part["load"]["stream_tokens"] > 0)
+    if not part["ok"]:
+        part["trouble"] = watched.trouble()
+    watched.note_processes()
+    return part
+
+
 def guarded(part: Callable[[], Json]) -> Json:
     """A part's result, or its failure in words: the parts after it still run."""
     try:
@@ -691,16 +685,6 @@ def is_ok(report: Json) -> bool:
     )
 
 
-@contextlib.contextmanager
-def work_folder() -> Iterator[Path]:
-    """A folder with a short path: sockets of the daemons lie below it, and their paths have 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="mpsf-", dir="/tmp"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the result and the servers' logs")
@@ -718,8 +702,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     options.out.mkdir(parents=True, exist_ok=True)
-    with work_folder() as work_dir:
-        faults = Faults(options, work_dir)
+    # A short path: sockets of the daemons lie below it, and their paths have 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="mpsf-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        faults = Faults(options, Path(folder))
         try:
             faults.run()
         finally:
