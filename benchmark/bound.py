@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -144,14 +143,13 @@ def run_measure(options: argparse.Namespace) -> None:
         probe(options.url)
     elif options.model:
         arm = arms.prepare(arms.parse_arm(options.arm), device=options.device, common_flags=options.common_flags)
-        work_dir = Path(tempfile.mkdtemp(prefix="bound-"))
-        try:
-            with servers.running_arm(
-                arm, model=options.model, work_dir=work_dir, start_timeout_s=options.start_timeout_s
-            ) as group:
-                probe(group[-1].url)
-        finally:
-            shutil.rmtree(work_dir, ignore_errors=True)
+        with (
+            tempfile.TemporaryDirectory(prefix="bound-", ignore_cleanup_errors=True) as folder,
+            servers.running_arm(
+                arm, model=options.model, work_dir=Path(folder), start_timeout_s=options.start_timeout_s
+            ) as group,
+        ):
+            probe(group[-1].url)
     else:
         raise ValueError("give --url or --model")
     print(report.bounds_table(Results(options.results)))

@@ -29,13 +29,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +41,7 @@ from typing import Any
 
 import requests
 
-import random_checkpoint
+import two_servers
 from answers import Answer, Message, ask, message, picture_url
 from servebench import servers
 from servebench.arms import OURS, STOCK, STOCK_CPU_FLAGS, ServerSpec
@@ -57,7 +54,7 @@ NUM_CONTROLS = 10
 NUM_TOKENS = 8
 TOP_LOGPROBS = 20
 AT_ONCE = 16
-NUM_CANARIES, NUM_OTHERS, CONCURRENCY = 50, 500, 64
+NUM_CANARIES, CONCURRENCY = 50, 64
 NUM_FLUSHES, NUM_BESIDE = 10, 15
 # Sides of images; the requests take them in turn.
 SIZES = ((224, 224), (448, 336), (640, 480), (1536, 1536), (336, 672), (1024, 768), (280, 140), (896, 896), (1280, 720))
@@ -387,14 +384,9 @@ class Correctness:
 
     def run(self) -> None:
         options = self.options
-        model = options.model
-        if model is None:
-            model = str(self.work_dir / options.shape)
-            random_checkpoint.write_model_apart(
-                options.shape, Path(model), tokenizer=options.tokenizer, device=options.device
-            )
-            self.say("random weights are written")
-        group = self.start(model)
+        model = two_servers.make_model(options, self.work_dir)
+        self.say("the checkpoint is there")
+        group = self.start(str(model))
         try:
             asked = mixed_requests(0, options.scale)
             controls = mixed_requests(500_000, options.scale, NUM_CONTROLS)
@@ -450,37 +442,22 @@ def table(result: Json) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder for the result and the servers' logs")
-    parser.add_argument("--tokenizer", type=Path, help="folder with the Qwen2 tokenizer, for --shape")
-    parser.add_argument("--shape", default="qwen2-vl-2b", help="a Qwen2-VL shape of dummy_model.py")
-    parser.add_argument("--model", help="serve this checkpoint instead of random weights")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on every image side")
+    parser = two_servers.make_parser(__doc__)
     parser.add_argument("--factor", type=float, default=2.0, help="how many times stock's noise counts as equal")
     parser.add_argument("--canaries", type=int, default=NUM_CANARIES, help="and ten times as many other images")
     parser.add_argument("--budget-s", type=float, default=200.0)
-    parser.add_argument("--common-flags", default="")
-    parser.add_argument("--ours-flags", default="")
-    options = parser.parse_args()
-    if options.model is None and options.tokenizer is None:
-        parser.error("give --tokenizer for random weights, or --model")
+    options = two_servers.parse(parser)
     servers.stop_on_sigterm()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    options.out.mkdir(parents=True, exist_ok=True)
-    work_dir = Path(tempfile.mkdtemp(prefix="correctness-"))
-    run = Correctness(options, work_dir)
-    try:
-        run.run()
-    except (servers.ServerFailed, RuntimeError, OSError) as error:
-        run.result["error"] = scrub(str(error))[-3000:]
-    finally:
-        for log in work_dir.glob("*.log"):
-            with contextlib.suppress(OSError):
-                shutil.copy(log, options.out / log.name)
-        shutil.rmtree(work_dir, ignore_errors=True)
-        run.save()
-        write_atomic(options.out / "answers.json", json.dumps(run.answers) + "\n")
+    with servers.work_folder("correctness-", options.out) as work_dir:
+        run = Correctness(options, work_dir)
+        try:
+            run.run()
+        except (servers.ServerFailed, RuntimeError, OSError) as error:
+            run.result["error"] = scrub(str(error))[-3000:]
+        finally:
+            run.save()
+            write_atomic(options.out / "answers.json", json.dumps(run.answers) + "\n")
     print("\n".join(table(run.result)))
     return 0 if run.result.get("ok") else 1
 

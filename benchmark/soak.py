@@ -17,9 +17,7 @@ import asyncio
 import contextlib
 import json
 import random
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -175,7 +173,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     requests = draw_requests(options.requests, options.images, options.side, options.output_len, options.seed)
     sample = sorted(random.Random(f"sample {options.seed}").sample(range(len(requests)), options.sample))
     path = APIS[options.api]
-    work_dir = Path(tempfile.mkdtemp(prefix="soak-"))
     result: dict[str, Any] = {
         "environment": describe(REPO),
         "settings": {
@@ -185,7 +182,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "server": scrub(options.server),
         "stock_server": scrub(options.stock or ""),
     }
-    try:
+    with servers.work_folder("soak-", options.log_dir) as work_dir:
         arm = one_server("soaked", options.server)
         with servers.running_arm(
             arm, model=options.model, work_dir=work_dir, start_timeout_s=options.start_timeout_s
@@ -249,12 +246,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 )
             result["against_stock"] = compare(records, stock, sample)
         write_atomic(options.out, json.dumps(result, indent=1) + "\n")
-    finally:
-        for log in work_dir.glob("*.log"):
-            if options.log_dir:
-                options.log_dir.mkdir(parents=True, exist_ok=True)
-                shutil.copy(log, options.log_dir / log.name)
-        shutil.rmtree(work_dir, ignore_errors=True)
     return result
 
 

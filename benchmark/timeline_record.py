@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -252,15 +251,13 @@ def draw(lanes: Lanes, zoom: tuple[float, float], summary: dict[str, Any], path:
 
 def record_on(arm: Arm, options: argparse.Namespace, load: Load) -> str:
     """Start the arm's server, record, stop it. Raises ServerFailed and ValueError."""
-    work_dir = Path(tempfile.mkdtemp(prefix="timeline-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="timeline-", ignore_cleanup_errors=True) as folder:
+        work_dir = Path(folder)
         ready = traced(arm, work_dir)
         with servers.running_arm(
             ready, model=options.model, work_dir=work_dir, start_timeout_s=options.start_timeout_s
         ) as group:
             return record(group[-1].url, work_dir, options.out, load)
-    finally:
-        shutil.rmtree(work_dir, ignore_errors=True)
 
 
 def main(argv: list[str] | None = None) -> int:

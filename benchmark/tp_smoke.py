@@ -21,16 +21,14 @@ import argparse
 import concurrent.futures
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import requests
 
-import random_checkpoint
+import two_servers
 from answers import MAX_TOKENS, ask, compare, message, picture_url
 from servebench import arms, servers
 from servebench.environment import describe, scrub
@@ -123,12 +121,33 @@ def table(verdict: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def make_model(options: argparse.Namespace, folder: Path) -> Path:
-    """The checkpoint to serve: the one given, or a random one of the named shape."""
-    if options.model is not None:
-        return Path(options.model)
-    random_checkpoint.write_model_apart(options.shape, folder, tokenizer=options.tokenizer, device=options.device)
-    return folder
+def ask_both(options: argparse.Namespace, flags: str, work_dir: Path, deadline: float, result: dict[str, Any]) -> None:
+    """Start, ask and stop one server after the other; each one's answers and the verdict go to `result`."""
+    model = two_servers.make_model(options, work_dir)
+    answers: dict[str, dict[str, Any]] = {}
+    for name in ("stock", "spaceserve"):
+        arm = arms.prepare(
+            arms.parse_arm(name),
+            device=options.device,
+            common_flags=flags,
+            ours_flags=options.ours_flags,
+            stock_flags=options.stock_flags,
+        )
+        begin = time.monotonic()
+        with servers.running_arm(
+            arm, model=str(model), work_dir=work_dir, start_timeout_s=max(30.0, deadline - begin)
+        ) as group:
+            start_s = time.monotonic() - begin
+            print(f"{name}: up after {start_s:.0f} s", flush=True)
+            answers[name] = run_server(group[-1].url, options.scale)
+            result[name] = {
+                "start_s": round(start_s, 1),
+                "server": servers.describe_server(group[-1].url),
+                "memory": servers.memory(group),
+                **answers[name],
+            }
+        print(f"{name}: {NUM_REQUESTS} requests in {answers[name]['alone_s']} s", flush=True)
+    result["verdict"] = judge(answers["spaceserve"], answers["stock"], options.tie)
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -137,8 +156,6 @@ def run(options: argparse.Namespace) -> bool:
     on_gpu = options.device == "cuda"
     os.environ.update(GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    options.out.mkdir(parents=True, exist_ok=True)
-    work_dir = Path(tempfile.mkdtemp(prefix="tp-smoke-"))
     flags = f"--tp {options.tp} {FLAGS} {GPU_FLAGS if on_gpu else CPU_FLAGS} {options.common_flags}".strip()
     result: dict[str, Any] = {
         "environment": describe(REPO),
@@ -147,40 +164,14 @@ def run(options: argparse.Namespace) -> bool:
         "tie": options.tie,
         "model": "given" if options.model else f"{options.shape}, random weights",
     }
-    answers: dict[str, dict[str, Any]] = {}
-    try:
-        model = make_model(options, work_dir / options.shape)
-        for name in ("stock", "spaceserve"):
-            arm = arms.prepare(
-                arms.parse_arm(name),
-                device=options.device,
-                common_flags=flags,
-                ours_flags=options.ours_flags,
-                stock_flags=options.stock_flags,
-            )
-            begin = time.monotonic()
-            with servers.running_arm(
-                arm, model=str(model), work_dir=work_dir, start_timeout_s=max(30.0, deadline - begin)
-            ) as group:
-                start_s = time.monotonic() - begin
-                print(f"{name}: up after {start_s:.0f} s", flush=True)
-                answers[name] = run_server(group[-1].url, options.scale)
-                result[name] = {
-                    "start_s": round(start_s, 1),
-                    "server": servers.describe_server(group[-1].url),
-                    "memory": servers.memory(group),
-                    **answers[name],
-                }
-            print(f"{name}: {NUM_REQUESTS} requests in {answers[name]['alone_s']} s", flush=True)
-        result["verdict"] = judge(answers["spaceserve"], answers["stock"], options.tie)
-    except (servers.ServerFailed, RuntimeError, requests.RequestException) as error:
-        result["error"] = scrub(str(error))
-        print(error, file=sys.stderr)
-    finally:
-        for log in work_dir.glob("*.log"):
-            shutil.copy(log, options.out / log.name)
-        shutil.rmtree(work_dir, ignore_errors=True)
-        write_atomic(options.out / "tp-smoke.json", json.dumps(result, indent=1) + "\n")
+    with servers.work_folder("tp-smoke-", options.out) as work_dir:
+        try:
+            ask_both(options, flags, work_dir, deadline, result)
+        except (servers.ServerFailed, RuntimeError, requests.RequestException) as error:
+            result["error"] = scrub(str(error))
+            print(error, file=sys.stderr)
+        finally:
+            write_atomic(options.out / "tp-smoke.json", json.dumps(result, indent=1) + "\n")
     if "verdict" not in result:
         print("NOT OK: no comparison, see the error above")
         return False
@@ -189,22 +180,12 @@ def run(options: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder for the result and the servers' logs")
-    parser.add_argument("--tokenizer", type=Path, help="folder with the Qwen2 tokenizer, for --shape")
-    parser.add_argument("--shape", default="qwen2-vl-2b", help="a Qwen2-VL shape of dummy_model.py")
-    parser.add_argument("--model", help="serve this checkpoint instead of random weights")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = two_servers.make_parser(__doc__)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tie", type=float, default=0.3, help="log-probabilities this close count as equal")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on every image side")
     parser.add_argument("--budget-s", type=float, default=280.0)
-    parser.add_argument("--common-flags", default="")
-    parser.add_argument("--ours-flags", default="")
     parser.add_argument("--stock-flags", default="")
-    options = parser.parse_args()
-    if options.model is None and options.tokenizer is None:
-        parser.error("give --tokenizer for random weights, or --model")
+    options = two_servers.parse(parser)
     return 0 if run(options) else 1
 
 

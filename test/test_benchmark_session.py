@@ -358,6 +358,7 @@ def test_scripts_show_their_help() -> None:
         "timeline.py",
         "timeline_record.py",
         "dummy_model.py",
+        "correctness.py",
         "tp_smoke.py",
         "host_tier.py",
     ):

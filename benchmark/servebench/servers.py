@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -176,6 +178,22 @@ def stop_on_sigterm() -> None:
         raise SystemExit(143)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+@contextlib.contextmanager
+def work_folder(prefix: str, logs_to: Path | None) -> Iterator[Path]:
+    """A temporary folder; in the end its logs are copied to ``logs_to``, which is made at once where it is missing."""
+    if logs_to is not None:
+        logs_to.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        try:
+            yield folder
+        finally:
+            if logs_to is not None:
+                for log in folder.glob("*.log"):
+                    with contextlib.suppress(OSError):
+                        shutil.copy(log, logs_to / log.name)
 
 
 @contextlib.contextmanager
