@@ -159,6 +159,12 @@ class SpaceServeConfig:
         "where model and attention backend allow it).",
         choices=ENCODER_WORKER_MODES,
     )
+    skinny_gemm: str = _setting(
+        "off",
+        "Kernels of decode's matrix products in CUDA graphs, batches of up to 32: 'auto' (SpaceServe's or cuBLAS's, "
+        "whichever is quicker on the SMs in question, measured at the start; Hopper GPUs) or 'off' (cuBLAS's).",
+        choices=("auto", "off"),
+    )
     sis_objective: str = _setting(
         "delay",
         "What 'sis' minimises: 'delay' (of all requests, those that wait for the encoder and those that decode), or "

@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from spaceserve.partition import Partitioner, serving_partitioner
 from spaceserve.scheduler.encoder_watch import EncoderWatch
 from spaceserve.scheduler.side_lanes import lane_rungs
 from spaceserve.sis.decoder_ladder import DecoderLadder
+from spaceserve.skinny_gemm.linears import SkinnyLinears
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,9 @@ class DecodeGraphs:
         prefill_in_flight: whether a prefill runs beside decode; `note_lane` says where.
         count_step: called with the units of each decode step.
         partitioner_factory: makes the ladder of a device, given its name.
+
+    Attributes:
+        on_group: entered while graphs are captured on a group, given its units and its stream.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class DecodeGraphs:
         self._lane_units = 0
         self._count_step = count_step
         self._partitioner_factory = partitioner_factory
+        self.on_group: Callable[[int, Any], AbstractContextManager[None]] = lambda units, stream: nullcontext()
         self._partitioner: Partitioner | None = None  # green contexts must outlive the graphs
         self._runner: Any = None
         self._keys: dict[tuple[int, int], Any] = {}  # by decoder units and captured batch size
@@ -155,6 +160,7 @@ class DecodeGraphs:
                     logger.warning("No CUDA graphs of decode on %d SMs: %d MiB are free", group.granted, free >> 20)
                     continue
                 with (
+                    self.on_group(group.granted, group.stream),
                     graph_capture(stream=group.stream) as context,
                     runner.backend.capture_session(context.stream),
                 ):
@@ -275,16 +281,21 @@ def decode_graphs(
     board_name: str,
     prefill_in_flight: Callable[[], bool],
     metric_labels: dict[str, str] | None,
+    linears: SkinnyLinears | None = None,
 ) -> DecodeGraphs | None:
     """Decode's graphs where `--sm-partition` (`mode`) masks both sides; else the reason is left, and None returned.
 
     metric_labels: of the server's metrics; None where it has none.
+    linears: choose the kernels of the decoder's products for each group; None: cuBLAS's.
     """
     if SmPartition.parse(mode).mask_mode != "both":
         DecoderLadder(reason=NOT_ASKED_FOR).write(ladder_path)
         return None
     count_step = (lambda units: None) if metric_labels is None else step_counter(metric_labels)
-    return DecodeGraphs(ladder_path, EncoderWatch(board_name), prefill_in_flight, count_step)
+    graphs = DecodeGraphs(ladder_path, EncoderWatch(board_name), prefill_in_flight, count_step)
+    if linears is not None:
+        graphs.on_group = linears.on
+    return graphs
 
 
 def decode_graph_hooks(graphs: DecodeGraphs) -> list[Hook]:

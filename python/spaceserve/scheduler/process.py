@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from spaceserve.scheduler.side_lanes import lanes_for
 from spaceserve.scheduler.side_prefill import SidePrefill, side_prefill_hooks
 from spaceserve.scheduler.tracking import AnswersExpired
 from spaceserve.sis.decoder_ladder import DecoderLadder
+from spaceserve.skinny_gemm.linears import SkinnyLinears, skinny_linear_hooks
 
 # While everything waits for the encoder, the scheduler sleeps up to this long instead of spinning.
 IDLE_POLL_MS = 5
@@ -239,6 +240,12 @@ def gate_hooks(
     return hooks
 
 
+def decoder_layers(family: Family, model: nn.Module) -> Sequence[nn.Module]:
+    """The layers of the model's decoder, in order."""
+    layers: Any = model.get_submodule(family.decoder_layers)
+    return list(layers)
+
+
 def run_scheduler_process(
     config: SpaceServeConfig,
     channels: Channels,
@@ -279,6 +286,8 @@ def run_scheduler_process(
     log_line = ImagesInLogLine((gate.summary, side.summary), Path(channels.status_file))
     logging.getLogger("sglang.srt.managers.scheduler_components.metrics_reporter").addFilter(log_line)
     on_gpu = server_args.device == "cuda"
+    layers_of = partial(decoder_layers, family)
+    linears = SkinnyLinears() if config.skinny_gemm != "off" else None
     graphs = None
     if is_entry_rank:
         graphs = decode_graphs(
@@ -287,6 +296,7 @@ def run_scheduler_process(
             channels.encoder_board,
             lambda: side.in_flight,
             labels if server_args.enable_metrics else None,
+            linears,
         )
     hooks = decoder_only_hooks(family) + gate_hooks(gate, view, side, publisher, on_gpu=on_gpu)
     if config.prefill_beside_decode != "off":
@@ -300,9 +310,11 @@ def run_scheduler_process(
                 ladder=DecoderLadder if graphs is None else lambda: graphs.ladder,
                 chosen=(lambda num_sms: None) if graphs is None else graphs.note_lane,
             ),
-            lambda scheduler: scheduler.tp_worker.model_runner.model.get_submodule(family.decoder_layers),
+            lambda scheduler: layers_of(scheduler.tp_worker.model_runner.model),
             config.prefill_beside_decode,
         )
+    if linears is not None:
+        hooks += skinny_linear_hooks(linears, layers_of)
     if graphs is not None:
         hooks += decode_graph_hooks(graphs)
     install(hooks)
