@@ -24,7 +24,8 @@ from torch import nn
 from spaceserve import status
 from spaceserve.channels import Channels
 from spaceserve.config import SmPartition, SpaceServeConfig
-from spaceserve.encoder.split import EncoderSplit, make_split, state_changed
+from spaceserve.encoder.gpu_state import state_changed
+from spaceserve.encoder.split import EncoderSplit, make_split
 from spaceserve.encoder.split_metrics import SplitMetrics
 from spaceserve.partition import SimulatedPartitioner
 from spaceserve.sis import DecodeState, GpuState, SpaceInferenceScheduler, StateBoardWriter
@@ -242,6 +243,24 @@ def test_the_next_layer_moves_when_the_decode_side_changes(make_bench: Callable[
     assert bench.value("sm_partition_switches_total") == 1
 
 
+def test_a_running_batch_keeps_its_mode(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("sis")
+
+    def between(index: int) -> None:
+        if index == 1:
+            bench.decode(32)
+            bench.split.set_mode("sis:1:2")
+
+    encoder = Encoder(bench, 8, between)
+    bench.split.attach(list(encoder.blocks))
+    run_encoder(bench, encoder)
+    assert encoder.seen == [TOTAL_SMS] * 8
+    assert bench.encode() < TOTAL_SMS
+    first, second = bench.split.snapshot()["decisions"]
+    assert first["measured_encoder_ms"] is not None
+    assert second["measured_encoder_ms"] is not None
+
+
 def test_what_makes_a_running_batch_reconsider() -> None:
     base = GpuState(encoder_patches=IMAGE, decode_batch=20, num_waiting=4)
     for changes, expected in (
@@ -349,7 +368,7 @@ def test_no_layer_reconsiders_by_default(make_bench: Callable[..., Bench]) -> No
 def test_the_command_line_reaches_the_split(tmp_path: Path) -> None:
     config = SpaceServeConfig(sm_partition="off", sm_reconsider_layers=4)
     split = make_split(config, CPU, str(tmp_path), "spaceserve-test-none")
-    assert split._reconsider_layers == 4
+    assert split._mode.reconsider_layers == 4
     assert split.snapshot() == {"mode": "off", "partition": "none"}
 
 

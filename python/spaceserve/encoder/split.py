@@ -1,6 +1,7 @@
-"""Where an encoder batch runs: the units (SMs, cores) that SIS chooses for it, and how long it took there.
+"""Runs encoder batches on the units (SMs, cores) that are chosen for them, and tells SIS how long they took there.
 
-How they are chosen can be changed while the server runs (`set_mode`), which is how splits are compared on one server.
+How units are chosen (`split_mode.py`) can be changed while the server runs, which is how splits are compared on one
+server.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,50 +19,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spaceserve.config import SmPartition
+from spaceserve.encoder.gpu_state import GpuStateReader, state_changed
+from spaceserve.encoder.split_mode import SisFactory, SplitMode, SplitModes, sis_factory
 from spaceserve.encoder.timing import BatchTiming
 from spaceserve.encoder.units_in_use import UnitsInUse
 from spaceserve.partition import Partitioner, UnitGroup, serving_partitioner
 from spaceserve.sis.busy_share import BusyShare
-from spaceserve.sis.decoder_ladder import DecoderLadder
-from spaceserve.sis.policy import GpuState, MaskMode, Objective, SpaceInferenceScheduler, Split
-from spaceserve.sis.state_board import StateBoardReader, StateBoardTornError
+from spaceserve.sis.policy import GpuState, Split
 
 if TYPE_CHECKING:
     from spaceserve.config import SpaceServeConfig
     from spaceserve.encoder.split_metrics import SplitMetrics
-    from spaceserve.sis.curves import DeviceCurves
 
 logger = logging.getLogger(__name__)
-
-# Of `sis` without a weight: the delay of an answer that streams counts as much as that of a request that waits.
-DEFAULT_DECODE_WEIGHT = 1.0
-OBJECTIVES: dict[str, Objective] = {"delay": "least_delay", "time": "least_time"}
-# A decode side that has written nothing for this long runs nothing.
-STALE_DECODE_STATE_S = 0.5
-NO_LADDER = DecoderLadder(reason="the scheduler has not said yet for which SMs it has CUDA graphs of decode")
-
-SisFactory = Callable[[Sequence[int], MaskMode], SpaceInferenceScheduler]
-
-
-def state_changed(before: GpuState, now: GpuState) -> bool:
-    """Whether so much has changed beside a running batch that its SMs are worth another thought: decode or prefill
-    has come or gone, or what decodes, or what waits for the encoder, has grown or shrunk by a fifth."""
-    if (before.decode_batch == 0) != (now.decode_batch == 0) or (before.prefill_tokens == 0) != (
-        now.prefill_tokens == 0
-    ):
-        return True
-    pairs = ((before.decode_batch, now.decode_batch), (before.num_waiting, now.num_waiting))
-    return not all(0.8 <= (new + 1) / (old + 1) <= 1.25 for old, new in pairs)
 
 
 @dataclass
 class _Running:
-    """The batch whose kernels are being launched."""
+    """A batch whose kernels are being launched, or run. To its end it keeps the mode in which it began."""
 
+    mode: SplitMode
     state: GpuState
-    group: UnitGroup | None
-    split: Split | None
+    group: UnitGroup | None = None
+    split: Split | None = None  # of SIS, where it chose
     number: int | None = None  # of the batch in `UnitsInUse`, once its kernels are launched
     num_changes: int = 0
     marks: list[torch.cuda.Event] = field(default_factory=list)  # one before each block that reconsiders
@@ -99,19 +79,15 @@ class EncoderSplit:
         reconsider_layers: int = 0,
     ) -> None:
         self._device = device
-        self._partitioner_factory = partitioner_factory
-        self._sis_factory = sis_factory
-        self._partitioner: Partitioner | None = None
-        self._sis: SpaceInferenceScheduler | None = None
-        self._sis_of: dict[MaskMode, SpaceInferenceScheduler] = {}
+        self._modes = SplitModes(
+            device,
+            partitioner_factory=partitioner_factory,
+            sis_factory=sis_factory,
+            ladder_path=ladder_path,
+            reconsider_layers=reconsider_layers,
+        )
+        self._state = GpuStateReader(board_name)
         self._in_use = UnitsInUse(own_board_name)
-        self._ladder_path = ladder_path
-        self._mask_mode: MaskMode = "encoder"
-        self._mask_error: str | None = None  # why only the encoder is masked though both were asked for at the start
-        self._mask_later = False
-        self._board_name = board_name
-        self._board: StateBoardReader | None = None
-        self._reconsider_layers = self._default_reconsider_layers = reconsider_layers
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # SIS takes one caller at a time: batches are chosen, and their times observed, in two threads.
         self._lock = threading.Lock()
@@ -124,7 +100,7 @@ class EncoderSplit:
         self.metrics: SplitMetrics | None = None
         self.num_waiting: Callable[[], int] = lambda: 1  # requests that wait for the encoder, those of the batch too
         # The scheduler captures its graphs when this worker is up: until then the encoder alone is masked.
-        self._set_mode(mode, self._ladder(), may_wait=True)
+        self._take_over(self._modes.find_at_start(mode))
 
     # ---- how units are chosen
 
@@ -135,80 +111,28 @@ class EncoderSplit:
             ValueError: an unknown mode, units that the device cannot grant, or both sides to be masked where decode has
                 no group beside these units; the mode stays as it was.
         """
-        self._set_mode(mode, self._ladder() or NO_LADDER, may_wait=False)
+        self._take_over(self._modes.find(mode))
 
-    def _set_mode(self, mode: str, ladder: DecoderLadder | None, *, may_wait: bool) -> None:
-        """`ladder` None: not known yet. may_wait: where decode has no group (yet), mask the encoder alone."""
-        asked = SmPartition.parse(mode)
-        kind = asked.kind
-        if kind == "auto":
-            kind = "sis" if self._device.type == "cuda" else "off"
-        mask_mode: MaskMode = "encoder" if kind == "off" else asked.mask_mode
-        mask_error = None
-        try:
-            static_units, sis = self._choices(mode, kind, asked.num_sms, mask_mode, ladder or NO_LADDER)
-        except ValueError as error:
-            if mask_mode == "encoder" or not may_wait:
-                raise
-            mask_mode, mask_error = "encoder", str(error)
-            static_units, sis = self._choices(mode, kind, asked.num_sms, mask_mode, NO_LADDER)
+    def _take_over(self, mode: SplitMode) -> None:
         with self._lock:
-            self._mode, self._kind, self._static_units = mode, kind, static_units
-            self._mask_mode, self._mask_error = mask_mode, mask_error
-            self._mask_later = mask_error is not None and ladder is None
-            if sis is not None:
-                self._sis = sis
-                self._sis.decode_weight = DEFAULT_DECODE_WEIGHT if asked.decode_weight is None else asked.decode_weight
-            layers = asked.reconsider_layers
-            self._reconsider_layers = self._default_reconsider_layers if layers is None else layers
-        self._in_use.mask_decoder(mask_mode == "both")
-
-    def _choices(
-        self, mode: str, kind: str, num_sms: int | None, mask_mode: MaskMode, ladder: DecoderLadder
-    ) -> tuple[int | None, SpaceInferenceScheduler | None]:
-        """Units of every batch, or who chooses them; neither without a partition. Raises ValueError as `set_mode`."""
-        if kind == "off":
-            return None, None
-        partitioner = self._made_partitioner()
-        if num_sms is not None and num_sms > partitioner.total_units:
-            unit_name = partitioner.unit_name
-            raise ValueError(f"--sm-partition {mode}: the device has {partitioner.total_units} {unit_name}")
-        if mask_mode == "both":
-            ladder.check(0 if num_sms is None else partitioner.group(num_sms).granted)
-        if num_sms is not None:
-            return num_sms, None
-        if len(partitioner.rungs) < 2:
-            logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
-            return partitioner.total_units, None
-        if mask_mode not in self._sis_of:
-            assert self._sis_factory is not None, "the mode sis needs a sis_factory"
-            rungs = partitioner.rungs if mask_mode == "encoder" else ladder.encoder_rungs(partitioner.rungs)
-            self._sis_of[mask_mode] = self._sis_factory(rungs, mask_mode)
-        return None, self._sis_of[mask_mode]
-
-    def _ladder(self) -> DecoderLadder | None:
-        return None if self._ladder_path is None else DecoderLadder.read(self._ladder_path)
+            self._mode = mode
+            if mode.sis is not None:
+                mode.sis.decode_weight = mode.decode_weight
+        self._in_use.mask_decoder(mode.mask_mode == "both")
 
     def _mask_decoder_at_last(self) -> None:
         """Carry out a mode of the start that waited for the scheduler's graphs."""
-        ladder = self._ladder()
-        if ladder is None:
+        mode = self._modes.improved(self._mode)
+        if mode is None:
             return
-        self._set_mode(self._mode, ladder, may_wait=True)
-        if self._mask_error is not None:
-            logger.warning("Only the encoder keeps to SMs of its own, not decode: %s", self._mask_error)
-
-    def _made_partitioner(self) -> Partitioner:
-        if self._partitioner is None:
-            if self._partitioner_factory is None:
-                raise ValueError("this encoder was made without SM partitions")
-            self._partitioner = self._partitioner_factory()
-        return self._partitioner
+        self._take_over(mode)
+        if mode.mask_error is not None:
+            logger.warning("Only the encoder keeps to SMs of its own, not decode: %s", mode.mask_error)
 
     def follow(self, path: Path) -> None:
         """Take over the mode that is written in a file, if it changed since the last call (status.py writes it)."""
         self._in_use.beat()
-        if self._mask_later:
+        if self._mode.may_improve:
             self._mask_decoder_at_last()
         try:
             stat = path.stat()
@@ -223,7 +147,7 @@ class EncoderSplit:
             self.set_mode(mode)
         except (ValueError, RuntimeError) as error:
             self._mode_error = f"{mode}: {error}"
-            logger.warning("The encoder's SMs stay %s: %s", self._mode, error)
+            logger.warning("The encoder's SMs stay %s: %s", self._mode.name, error)
         else:
             self._mode_error = None
             logger.info("The encoder's SMs are now %s", mode)
@@ -261,17 +185,19 @@ class EncoderSplit:
             self._in_use.end(running.number)
 
     def _choose(self, patches: Sequence[int]) -> _Running:
-        idle = GpuState()
-        if self._kind == "off":
-            return _Running(idle, None, None)
-        assert self._partitioner is not None
-        if self._static_units is not None:
-            return _Running(idle, self._partitioner.group(self._static_units), None)
-        assert self._sis is not None
+        mode, idle = self._mode, GpuState()
+        if mode.partitioner is None:
+            return _Running(mode, idle)
+        if mode.static_units is not None:
+            return _Running(mode, idle, mode.partitioner.group(mode.static_units))
+        assert mode.sis is not None
         state = self._gpu_state(patches)
-        split = self._sis.decide(state)
+        split = mode.sis.decide(state)
         self._count(split)
-        return _Running(state, self._partitioner.group(split.encoder_units), split)
+        return _Running(mode, state, mode.partitioner.group(split.encoder_units), split)
+
+    def _gpu_state(self, patches: Sequence[int]) -> GpuState:
+        return self._state.read(patches, self.num_waiting(), self._busy.share(time.monotonic()))
 
     def _count(self, split: Split) -> None:
         if self.metrics is not None:
@@ -296,8 +222,8 @@ class EncoderSplit:
             with self._lock:
                 self._busy.add(time.monotonic(), elapsed_ms / 1000)
                 if split is not None:
-                    assert self._sis is not None
-                    self._sis.observe(split, measured_encoder_ms=elapsed_ms)
+                    assert running.mode.sis is not None
+                    running.mode.sis.observe(split, measured_encoder_ms=elapsed_ms)
             if self.metrics is not None:
                 self.metrics.end_batch(elapsed_ms, split)
 
@@ -317,9 +243,13 @@ class EncoderSplit:
         Streams follow each other with events, so all work of the encode thread is in one order on the device whatever
         its streams: a block of memory that the allocator hands out again on one stream has been left by the others.
         """
-        running, every = self._running, self._reconsider_layers
-        if not every or index % every or running is None or running.split is None:
-            return  # not asked to, or a warm-up, or a batch whose units are not SIS's to choose
+        running = self._running
+        if running is None:
+            return  # a warm-up
+        mode = running.mode
+        if mode.sis is None or not mode.reconsider_layers or index % mode.reconsider_layers:
+            return  # its units are not SIS's to choose, or not at this block
+        assert mode.partitioner is not None
         if self._device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return
@@ -330,15 +260,13 @@ class EncoderSplit:
             if len(running.marks) > 1:
                 running.marks[-2].synchronize()
         with self._lock:
-            assert self._sis is not None
-            assert self._partitioner is not None
             state = self._gpu_state(running.state.encoder_patches)
             if not state_changed(running.state, state):
                 return
             running.state = state
-            split = self._sis.reconsider(state, index / num_blocks)
+            split = mode.sis.reconsider(state, index / num_blocks)
             self._count(split)
-            group = self._partitioner.group(split.encoder_units)
+            group = mode.partitioner.group(split.encoder_units)
             self._num_reconsidered += 1
             if split.switched:
                 self._num_changes += 1
@@ -348,50 +276,28 @@ class EncoderSplit:
             if running.number is not None:
                 self._in_use.change(running.number, group.granted)
 
-    # ---- what is known
-
-    def _gpu_state(self, patches: Sequence[int]) -> GpuState:
-        if self._board is None and self._board_name is not None:
-            try:
-                self._board = StateBoardReader(self._board_name)
-            except FileNotFoundError:
-                return GpuState(encoder_patches=tuple(patches))
-        try:
-            state = self._board.read() if self._board is not None else None
-        except StateBoardTornError:
-            state = None
-        if state is None or state.is_stale(time.monotonic_ns(), int(STALE_DECODE_STATE_S * 1e9)):
-            return GpuState(encoder_patches=tuple(patches))
-        return GpuState(
-            encoder_patches=tuple(patches),
-            decode_batch=state.running_batch,
-            mean_context_tokens=state.mean_context_tokens,
-            prefill_tokens=state.prefill_tokens_running + state.prefill_tokens_waiting,
-            num_waiting=max(1, self.num_waiting()),
-            encoder_load=self._busy.share(time.monotonic()),
-        )
-
     def snapshot(self) -> dict[str, Any]:
         """The mode and the last decisions, newest last, for the status page."""
         with self._lock:
-            found: dict[str, Any] = {"mode": self._mode, "partition": "none"}
+            mode = self._mode
+            found: dict[str, Any] = {"mode": mode.name, "partition": "none"}
             if self._mode_error is not None:
                 found["mode_error"] = self._mode_error
-            if self._kind == "off" or self._partitioner is None:
+            if mode.partitioner is None:
                 return found
-            found["partition"] = self._partitioner.describe()
-            found["mask_mode"] = self._mask_mode
-            if self._mask_error is not None:
-                found["mask_error"] = self._mask_error
-            if self._static_units is not None:
-                found["static_units"] = self._static_units
+            found["partition"] = mode.partitioner.describe()
+            found["mask_mode"] = mode.mask_mode
+            if mode.mask_error is not None:
+                found["mask_error"] = mode.mask_error
+            if mode.static_units is not None:
+                found["static_units"] = mode.static_units
                 return found
-            assert self._sis is not None
-            found["decode_weight"] = self._sis.decode_weight
-            found["num_switches"] = self._sis.num_switches
+            assert mode.sis is not None
+            found["decode_weight"] = mode.sis.decode_weight
+            found["num_switches"] = mode.sis.num_switches
             found["num_reconsidered"] = self._num_reconsidered
             found["num_changes_within_batches"] = self._num_changes
-            found["decisions"] = [asdict(decision) for decision in self._sis.last_decisions()[-16:]]
+            found["decisions"] = [asdict(decision) for decision in mode.sis.last_decisions()[-16:]]
             return found
 
 
@@ -409,35 +315,13 @@ def make_split(
     Raises:
         ValueError: `static:N` with an N that the device cannot grant.
     """
-
-    def new_sis(rungs: Sequence[int], mask_mode: MaskMode) -> SpaceInferenceScheduler:
-        return SpaceInferenceScheduler(
-            _curves(device, rungs[-1], model_path),
-            rungs,
-            objective="tpot" if config.tpot_target_ms is not None else OBJECTIVES[config.sis_objective],
-            tpot_target_ms=config.tpot_target_ms,
-            mask_mode=mask_mode,
-        )
-
     return EncoderSplit(
         device,
         config.sm_partition,
         partitioner_factory=partial(serving_partitioner, str(device)),
-        sis_factory=new_sis,
+        sis_factory=sis_factory(config, device, model_path),
         board_name=board_name,
         own_board_name=own_board_name,
         ladder_path=ladder_path,
         reconsider_layers=config.sm_reconsider_layers,
     )
-
-
-def _curves(device: torch.device, total_units: int, model_path: str) -> DeviceCurves:
-    from spaceserve.sis import curves_for
-    from spaceserve.sis.shapes import shape_from_model_path
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    curves = curves_for(name, total_units, shape_from_model_path(model_path))
-    # What they are worth says their provenance: measured on this device, with stand-ins, or an estimate.
-    logger.info("SIS uses curves of %s (%s): %s", name, curves.source, curves.provenance)
-    # The estimate keeps 20 SMs for a decoder, since cuBLAS fails on fewer; cores know no such limit.
-    return curves if device.type == "cuda" else replace(curves, min_decoder_units=1)
