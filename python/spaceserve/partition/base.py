@@ -52,17 +52,15 @@ class UnitGroup(ABC):
         return None
 
     @abstractmethod
-    def activate(self, *, ordered: bool = True) -> AbstractContextManager[UnitGroup]:
+    def activate(self) -> AbstractContextManager[UnitGroup]:
         """Context manager: inside it the calling thread's torch work goes to this group.
 
-        Args:
-            ordered: on a GPU, work submitted inside runs after all work submitted before on the stream that was
-                current, and work submitted after the block runs after that of the block (one event each way, no
-                host synchronisation). False leaves the order to the caller.
+        On a GPU, work submitted inside runs after all work submitted before on the stream that was current, and work
+        submitted after the block runs after that of the block (one event each way, no host synchronisation).
         """
 
     @abstractmethod
-    def make_current(self, *, ordered: bool = True) -> None:
+    def make_current(self) -> None:
         """Like entering :meth:`activate`, without a way back: for the choice between two layers of one batch."""
 
     def __repr__(self) -> str:

@@ -152,10 +152,10 @@ class CoreGroup(UnitGroup):
         units = unit_range(owner.total_units, granted, is_complement=is_complement)
         self.cores = owner.cores[units.start : units.stop]
 
-    def activate(self, *, ordered: bool = True) -> _CoreActivation:
+    def activate(self) -> _CoreActivation:
         return _CoreActivation(self._owner, self)
 
-    def make_current(self, *, ordered: bool = True) -> None:
+    def make_current(self) -> None:
         self._owner._apply((self.cores, self.granted))
 
 

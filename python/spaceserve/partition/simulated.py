@@ -44,10 +44,10 @@ class SimulatedGroup(UnitGroup):
         )
         self._owner = owner
 
-    def activate(self, *, ordered: bool = True) -> _SimulatedActivation:
+    def activate(self) -> _SimulatedActivation:
         return _SimulatedActivation(self._owner, self)
 
-    def make_current(self, *, ordered: bool = True) -> None:
+    def make_current(self) -> None:
         self._owner._switch(self)
 
 

@@ -90,29 +90,27 @@ class StreamGroup(UnitGroup):
         """Another stream on the same units (preprocessing beside a forward, say). Lives as long as the partitioner."""
         return self._lane.new_stream(priority)
 
-    def activate(self, *, ordered: bool = True) -> _StreamActivation:
-        return _StreamActivation(self, ordered=ordered)
+    def activate(self) -> _StreamActivation:
+        return _StreamActivation(self)
 
-    def make_current(self, *, ordered: bool = True) -> None:
+    def make_current(self) -> None:
         stream = self._lane.stream
-        if ordered:
-            previous = torch.cuda.current_stream(self.device)
-            if previous != stream:
-                stream.wait_stream(previous)
+        previous = torch.cuda.current_stream(self.device)
+        if previous != stream:
+            stream.wait_stream(previous)
         torch.cuda.set_stream(stream)
 
 
 class _StreamActivation:
     """A class and not a generator: it is entered between layers, where microseconds count."""
 
-    def __init__(self, group: StreamGroup, *, ordered: bool) -> None:
+    def __init__(self, group: StreamGroup) -> None:
         self._group = group
-        self._ordered = ordered
         self._previous: torch.cuda.Stream | None = None
 
     def __enter__(self) -> StreamGroup:
         self._previous = torch.cuda.current_stream(self._group.device)
-        self._group.make_current(ordered=self._ordered)
+        self._group.make_current()
         return self._group
 
     def __exit__(
@@ -120,7 +118,7 @@ class _StreamActivation:
     ) -> None:
         previous, self._previous = self._previous, None
         assert previous is not None, "left without having been entered"
-        if self._ordered and previous != self._group.stream:
+        if previous != self._group.stream:
             previous.wait_stream(self._group.stream)
         torch.cuda.set_stream(previous)
 

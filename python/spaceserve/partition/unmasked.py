@@ -31,10 +31,10 @@ class UnmaskedStreamPartitioner(StreamPartitioner):
 class UnmaskedGroup(UnitGroup):
     """The whole device; entering it changes nothing."""
 
-    def activate(self, *, ordered: bool = True) -> AbstractContextManager[UnitGroup]:
+    def activate(self) -> AbstractContextManager[UnitGroup]:
         return nullcontext(self)
 
-    def make_current(self, *, ordered: bool = True) -> None:
+    def make_current(self) -> None:
         """Nothing to do."""
 
 
