@@ -36,9 +36,7 @@ def consistent_state(i: int) -> DecodeState:
         step=i,
         running_batch=i % 251,
         context_tokens_sum=i * 3,
-        prefill_tokens_waiting=i * 5,
         prefill_tokens_running=i % 8192,
-        prefill_prefix_tokens=i * 11,
         last_step_ms=i / 4,
     )
 

@@ -44,7 +44,7 @@ class GpuStateReader:
             encoder_patches=tuple(patches),
             decode_batch=decode.running_batch,
             mean_context_tokens=decode.mean_context_tokens,
-            prefill_tokens=decode.prefill_tokens_running + decode.prefill_tokens_waiting,
+            prefill_tokens=decode.prefill_tokens_running,
             num_waiting=max(1, num_waiting),
             encoder_load=encoder_load,
         )

@@ -55,7 +55,7 @@ class GpuState:
 
     encoder_patches: patches of each image of the encoder batch; empty where there is nothing to encode.
     decode_batch, mean_context_tokens: running decode requests and their mean context.
-    prefill_tokens: tokens of prefill running or waiting; prefill_prefix_tokens: cached tokens before them.
+    prefill_tokens: tokens of prefill running or about to be launched.
     num_waiting: requests that wait for the encoder, those of this batch among them; encoder_load: share of time that
     the encoder was busy lately, below 1.
     """
@@ -64,13 +64,12 @@ class GpuState:
     decode_batch: int = 0
     mean_context_tokens: float = 0.0
     prefill_tokens: int = 0
-    prefill_prefix_tokens: int = 0
     num_waiting: int = 1
     encoder_load: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = (*self.encoder_patches, self.decode_batch, self.mean_context_tokens, self.prefill_tokens)
-        if any(not math.isfinite(v) or v < 0 for v in (*numbers, self.prefill_prefix_tokens, self.num_waiting)):
+        if any(not math.isfinite(v) or v < 0 for v in (*numbers, self.num_waiting)):
             raise ValueError(f"GPU state has a negative or infinite size: {self}")
         if not 0.0 <= self.encoder_load < 1.0:
             raise ValueError(f"encoder_load must be in [0, 1), not {self.encoder_load}")
@@ -231,11 +230,6 @@ class SpaceInferenceScheduler:
         """Rungs that may be chosen while both sides work."""
         return tuple(self._shared)
 
-    @property
-    def current_units(self) -> int | None:
-        """Encoder units of the running batch; None where nothing is being encoded."""
-        return self._current
-
     def _predict(self, state: GpuState, units: int, remaining: float) -> _Option:
         """Times of both sides at a split, raw and corrected; `remaining` is the share of the batch still to do."""
         curves, total = self.curves, self.curves.total_units
@@ -244,7 +238,7 @@ class SpaceInferenceScheduler:
         # Decode factors are relative to the complement; beside an encoder on the whole device, to the whole.
         side = curves.at(total - units if 0 < units < total else total)
         decode = side.decode_step_ms(state.decode_batch, state.mean_context_tokens)
-        prefill = side.prefill_chunk_ms(chunk, state.prefill_prefix_tokens)
+        prefill = side.prefill_chunk_ms(chunk, 0)
         if units and encoder:
             suffix = self._mask_suffix
             decode *= curves.contention_factor(f"decode_beside_encoder_{suffix}", units)

@@ -56,9 +56,7 @@ class DecodeState(_Written):
     step: int
     running_batch: int
     context_tokens_sum: int
-    prefill_tokens_waiting: int = 0
     prefill_tokens_running: int = 0
-    prefill_prefix_tokens: int = 0
     last_step_ms: float = 0.0
 
     @property
@@ -92,8 +90,8 @@ class _Layout:
         return _PAYLOAD_OFFSET + self.payload.size + _CRC.size
 
 
-# timestamp_ns, step, running batch, sum of context, prefill waiting, prefill running, prefill prefix, last step
-_DECODE = _Layout(0x5350_4143_4542_0001, struct.Struct("<qQQQQQQd"))
+# timestamp_ns, step, running batch, sum of context, prefill running, last step
+_DECODE = _Layout(0x5350_4143_4542_0002, struct.Struct("<qQQQQd"))
 # timestamp_ns, encoder units, decoder masked
 _ENCODER = _Layout(0x5350_4143_4543_0001, struct.Struct("<qQ?"))
 
@@ -243,9 +241,7 @@ class StateBoardWriter(_BoardWriter):
             state.step,
             state.running_batch,
             state.context_tokens_sum,
-            state.prefill_tokens_waiting,
             state.prefill_tokens_running,
-            state.prefill_prefix_tokens,
             state.last_step_ms,
         )
 
@@ -263,15 +259,13 @@ class StateBoardReader(_BoardReader):
         fields = self._read(max_tries)
         if fields is None:
             return None
-        timestamp_ns, step, batch, context, waiting, running, prefix, last_step_ms = fields
+        timestamp_ns, step, batch, context, prefill, last_step_ms = fields
         return DecodeState(
             timestamp_ns=timestamp_ns,
             step=step,
             running_batch=batch,
             context_tokens_sum=context,
-            prefill_tokens_waiting=waiting,
-            prefill_tokens_running=running,
-            prefill_prefix_tokens=prefix,
+            prefill_tokens_running=prefill,
             last_step_ms=last_step_ms,
         )
 
