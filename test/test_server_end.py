@@ -107,6 +107,13 @@ def test_a_setting_out_of_range_is_named() -> None:
     assert "--encoder-window-ms must be greater than 0" in last_line(result)
 
 
+def test_a_mistyped_option_of_sglangs_is_one_line() -> None:
+    result = start("--mem-fraction-statik", "0.5")
+    assert result.returncode == 2
+    assert "did you mean --mem-fraction-static?" in last_line(result)
+    assert "usage:" not in result.stderr
+
+
 def test_a_port_in_use_is_one_line() -> None:
     import socket
 

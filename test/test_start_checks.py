@@ -19,7 +19,9 @@ from spaceserve.encoder.process import reason_of
 from spaceserve.encoder.supervisor import EncoderSupervisor
 from spaceserve.families import FAMILIES
 from spaceserve.start_checks import (
+    OneLineParser,
     StartError,
+    UsageError,
     check_blocks,
     check_memory,
     check_model_folder,
@@ -43,11 +45,40 @@ def signal_handlers() -> Iterator[None]:
 
 
 def test_an_option_that_cannot_be_read_is_one_line() -> None:
-    with pytest.raises(StartError, match="--encoder-preprocess-threads: invalid int value: '1e5'"):
+    with pytest.raises(UsageError, match="--encoder-preprocess-threads: invalid int value: '1e5'"):
         own_config(["--encoder-preprocess-threads", "1e5"])
     with pytest.raises(StartError, match="--encoder-window-ms must be greater than 0"):
         own_config(["--encoder-window-ms", "-1"])
     assert own_config(["--encoder-window-ms", "5", "--of-sglang", "1"]).encoder_window_ms == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            ["--mem-fraction-statik", "0.5"],
+            r"unrecognized .*-statik 0.5 \(did you mean --mem-fraction-static\?\); --help",
+        ),
+        (["--mem-fraction-statik=0.5"], r"\(did you mean --mem-fraction-static\?\)"),
+        (["5", "--qqq"], r"^unrecognized arguments: 5 --qqq; --help lists all options$"),
+        (["--tp-size", "abc"], r"^argument --tp-size: invalid int value: 'abc'; --help lists"),
+        (["--tp-size"], r"^argument --tp-size: expected one argument; --help"),
+        (["--backend", "tritn"], r"invalid choice: 'tritn' .*\(did you mean triton\?\); --help"),
+        (["--backend", "x"], r"invalid choice: 'x' \(choose from [^()]*\); --help"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_what_was_meant(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = OneLineParser()
+    parser.add_argument("--mem-fraction-static", type=float)
+    parser.add_argument("--tp-size", type=int)
+    parser.add_argument("--backend", choices=["triton", "fa3"])
+    with pytest.raises(UsageError, match=reason) as error:
+        parser.parse_args(arguments)
+    assert error.value.status == 2
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_options_in_the_config_file_count_and_those_of_the_command_line_win(tmp_path: Path) -> None:

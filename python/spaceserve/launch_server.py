@@ -10,16 +10,19 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from spaceserve.channels import Channels
-from spaceserve.config import SpaceServeConfig
+from spaceserve.config import SpaceServeConfig, option
 from spaceserve.processes import WithEnvironment, may_fork, start_forkserver, start_method_hook, stop_forkserver
 from spaceserve.reaper import Reaper
 from spaceserve.start_checks import (
+    OneLineParser,
     StartError,
+    UsageError,
     check_architecture,
     check_blocks,
     check_memory,
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from spaceserve.partition.mps_supervisor import MpsSupervisor
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(OneLineParser):
     """SGLang's arguments may be abbreviated, as in `--tp 2`; SpaceServe's own never make such a name ambiguous."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
@@ -50,7 +53,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Parse SGLang's and SpaceServe's arguments, as SGLang does; the bundled model where none is named."""
+    """Parse SGLang's and SpaceServe's arguments, as SGLang does; the bundled model where none is named.
+
+    Raises:
+        UsageError: an argument is unknown, or one's value is none that it can have.
+    """
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.common import suppress_noisy_warnings
 
@@ -61,7 +68,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if "--config" in argv:
         from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
-        argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+        try:
+            argv = ConfigArgumentMerger(parser).merge_config_with_args(argv)
+        except ValueError as error:
+            raise UsageError(f"--config: {error}") from error
     if not any(argument.split("=")[0] in ("--model-path", "--model") for argument in argv):
         from spaceserve.demo import model_path
 
@@ -73,7 +83,7 @@ def resolve_server_args(namespace: argparse.Namespace) -> ServerArgs:
     """SGLang's own resolution of its arguments.
 
     Raises:
-        StartError: the checkpoint's configuration cannot be used.
+        StartError: the checkpoint's configuration, or an argument of SGLang's, cannot be used.
     """
     import logging
 
@@ -86,10 +96,19 @@ def resolve_server_args(namespace: argparse.Namespace) -> ServerArgs:
         force=True,
     )
     try:
-        return ServerArgs.from_cli_args(namespace)
+        server_args = ServerArgs.from_cli_args(namespace)
     except (ValueError, OSError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StartError(f"the model in {namespace.model_path} cannot be served: {first_line}") from error
+    except AssertionError as error:
+        # How SGLang refuses most combinations of arguments; where it has no words for one, the condition says it.
+        condition = traceback.extract_tb(error.__traceback__)[-1].line
+        reason = (str(error).strip().splitlines() or [f"it asks for `{condition}`"])[0]
+        raise UsageError(f"SGLang refuses these options: {reason}; --help lists all") from error
+    for name in ("tp_size", "pp_size", "dp_size", "nnodes"):
+        if getattr(server_args, name) < 1:  # SGLang would start no scheduler, and fail over that
+            raise UsageError(f"{option(name)} must be at least 1, got {getattr(server_args, name)}")
+    return server_args
 
 
 def split_obstacle(server_args: ServerArgs, family: Family | None) -> str | None:
@@ -300,12 +319,12 @@ def run(argv: list[str]) -> None:
     Raises:
         StartError: the server cannot start.
     """
+    if {"-h", "--help"} & set(argv):
+        parse_args(argv)  # prints it and exits
     with_file = with_config_file(argv)
     config = own_config(with_file)
     check_memory(config, has_accelerator=not may_fork())
     check_named_model(with_file)
-    if {"-h", "--help"} & set(argv):
-        parse_args(argv)
     with ExitStack() as stack:
         channels = Channels.create(dp_size=1)
         reaper = Reaper(channels.shm_prefix, channels.run_dir)
@@ -338,7 +357,7 @@ def main(argv: list[str]) -> int:
         run(argv)
     except StartError as error:
         print(f"spaceserve: {error}", file=sys.stderr)
-        return 1
+        return error.status
     return 0
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import glob
 import os
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from spaceserve.config import SpaceServeConfig, option
 from spaceserve.shared_memory import SHM_DIR
@@ -22,22 +24,55 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 
 
 class StartError(Exception):
-    """The server cannot start; the message is one line that says what to do."""
+    """The server cannot start; the message is one line that says what to do. `status`: of the process."""
+
+    status = 1
+
+
+class UsageError(StartError):
+    """The command line is wrong."""
+
+    status = 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, with what was probably meant, and not what all options are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UsageError."""
+        # Not what follows a colon: a value may look like an option.
+        unknown = message.removeprefix("unrecognized arguments: ") if message.startswith("unrecognized") else ""
+        names = (word.partition("=")[0] for word in unknown.split() if word.startswith("--"))
+        meant = [_did_you_mean(name, self._option_string_actions) for name in names]
+        raise UsageError(f"{message}{next(filter(None, meant), '')}; --help lists all options")
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _did_you_mean(str(value), map(str, action.choices or ()))
+            raise
+
+
+def _did_you_mean(written: str, known: Iterable[str]) -> str:
+    """The known word that `written` is close to, as the end of a sentence; empty where there is none."""
+    close = difflib.get_close_matches(written, known, n=1, cutoff=0.7)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def own_config(argv: list[str]) -> SpaceServeConfig:
     """SpaceServe's own arguments, before SGLang (and with it CUDA) is imported.
 
     Raises:
-        StartError: a value is of the wrong kind or out of range.
+        UsageError: a value is of the wrong kind or out of range.
     """
-    parser = _OwnParser(prog="python -m spaceserve.launch_server", add_help=False, allow_abbrev=False)
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
     SpaceServeConfig.add_cli_args(parser)
     namespace, _ = parser.parse_known_args(argv)
     try:
         return SpaceServeConfig.from_cli_args(namespace)
     except ValueError as error:
-        raise StartError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def with_config_file(argv: list[str]) -> list[str]:
@@ -76,18 +111,12 @@ def check_named_model(argv: list[str]) -> None:
     Raises:
         StartError: see there.
     """
-    parser = _OwnParser(add_help=False)  # abbreviations are allowed, as SGLang allows them
+    parser = OneLineParser(add_help=False)  # abbreviations are allowed, as SGLang allows them
     parser.add_argument("--model-path", "--model")
     parser.add_argument("--load-format", default="auto")
     namespace, _ = parser.parse_known_args(argv)
     if namespace.model_path is not None:
         check_model_folder(namespace.model_path, namespace.load_format)
-
-
-class _OwnParser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        """One line, without the list of all options."""
-        raise StartError(message)
 
 
 def check_memory(config: SpaceServeConfig, *, has_accelerator: bool) -> None:
