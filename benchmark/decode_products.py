@@ -1,136 +1,146 @@
-"""Products of a small decode batch on few SMs: memory bandwidth of cuBLAS against a deeply pipelined Triton kernel.
+"""Products of a small decode batch on groups of SMs: cuBLAS against the skinny product, with every tile it has.
 
-  decode_products.py OUT.json [--budget-s 85]
+  decode_products.py OUT.json [--model-path DIR] [--batches 4 16 32] [--budget-s 90]
 
-Times the five products of Qwen2-VL-7B's decode step (weights larger than the L2 cache in rotation, from CUDA graphs) on
-the whole device, on SM groups that the driver splits off, and on remainders: what it tells is whether a side of the
-split has enough of the way to memory, and whether a kernel of one's own would have more.
+Times the five products of a decode step (weights larger than the L2 cache in rotation, from CUDA graphs) on the whole
+device and on the groups that decode keeps where both sides are masked. Compares each result with a product in fp32,
+and its bits with those of the same product on all other groups. Ends with status 1 where a result is wrong, or where
+one tile's bits depend on the group. The table's last rows are sums over a decode step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from spaceserve.partition import make_partitioner
+from spaceserve.sis.shapes import QWEN2_VL_7B, ModelShape, shape_from_model_path
+from spaceserve.skinny_gemm.choice import agrees, graph_timer
+from spaceserve.skinny_gemm.kernel import Workspace, skinny_gemm
+from spaceserve.skinny_gemm.tiling import MAX_BATCH, TILES, Product, Tile, product
 
-# name -> (rows of the weight, columns)
-PRODUCTS = {
-    "qkv": (4608, 3584),
-    "o": (3584, 3584),
-    "gate_up": (37888, 3584),
-    "down": (3584, 18944),
-    "head": (152064, 3584),
-}
-BATCHES = {"gate_up": (1, 16)}
-SPLIT_OFF_SMS = (16, 24)
-REMAINDER_SMS = (36, 52, 68)
-# rows and columns of a tile, stages, warps, parts of the reduction
-CONFIGS = [
-    (rows, columns, stages, warps, parts)
-    for rows, columns, stages, warps in [(64, 128, 4, 4), (64, 128, 6, 4), (128, 64, 4, 4), (128, 64, 6, 4)]
-    for parts in (1, 2, 4)
-]
+GROUPS = (64, 48, 40, 32, 24)
+COLD_BYTES = 256 << 20
+# Not among those that a server tries: to see whether one of them should be.
+MORE_TILES = (Tile(128, 128, 6), Tile(256, 64, 6), Tile(64, 64, 16), Tile(128, 128, 5, warps=8))
 
 
-@triton.jit
-def _product(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, y_ptr, m, n, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    batch = tl.arange(0, BM)
-    part = tl.program_id(1)
-    columns = part * (K // PARTS) + tl.arange(0, BK)
-    w = w_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
-    x = x_ptr + batch[None, :] * K + columns[:, None]
-    sums = tl.zeros((BN, BM), dtype=tl.float32)
-    for _ in tl.range(0, K // PARTS, BK, num_stages=STAGES):
-        weights = tl.load(w, mask=rows[:, None] < n, other=0.0, eviction_policy="evict_first")
-        sums = tl.dot(weights, tl.load(x, mask=batch[None, :] < m, other=0.0), sums)
-        w += BK
-        x += BK
-    y = y_ptr + part * BM * n + batch[None, :] * n + rows[:, None]
-    tl.store(y, sums, mask=(rows[:, None] < n) & (batch[None, :] < m))
+def streams_of(partitioner: Any) -> dict[int, Any]:
+    """By SMs: the whole device's stream, and those of the decoder's side of a split."""
+    found = {partitioner.total_units: torch.cuda.Stream()}
+    for sms in GROUPS:
+        group = partitioner.complement_of(partitioner.total_units - sms)
+        if group is not None:
+            found[group.granted] = group.stream
+    return found
 
 
-def triton_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: Sequence[int]) -> torch.Tensor:
-    """x [m, k] @ weight [n, k].T by parts into out [parts, 16, n] float32; returns their sum [m, n] in x's dtype."""
-    (m, k), n = x.shape, weight.shape[0]
-    rows, columns, stages, warps, parts = config
-    _product[(triton.cdiv(n, rows), parts)](x, weight, out, m, n, k, rows, columns, 16, parts, stages, num_warps=warps)
-    return out.flatten()[: parts * 16 * n].view(parts, 16, n)[:, :m].sum(0).to(x.dtype)
+def measure(
+    name: str, made: Product, weights: list[torch.Tensor], batch: int, streams: dict[int, Any], end_s: float
+) -> list[dict[str, Any]]:
+    """One row for each kernel: ms, GB/s and what is wrong, by SMs."""
+    x = torch.randn(batch, made.k, device="cuda", dtype=torch.bfloat16)
+    reference = (x.float() @ weights[0].float().T).bfloat16()
+    workspace = Workspace([made], MAX_BATCH, x.device)
+    gigabytes = made.n * made.k * 2e-9
+    rows = []
+    for tile in (None, *TILES, *MORE_TILES):
+        if time.monotonic() > end_s:
+            break
+        row: dict[str, Any] = {"product": name, "n": made.n, "k": made.k, "parts": made.parts, "batch": batch}
+        row |= {"kernel": "cuBLAS" if tile is None else str(tile), "ms": {}, "gb_per_s": {}, "wrong": [], "bits": []}
+        bits: torch.Tensor | None = None
+        for sms, stream in streams.items():
+            call: Any = torch.nn.functional.linear
+            if tile is not None:
+                call = partial(skinny_gemm, bias=None, product=made, tile=tile, num_sms=sms, workspace=workspace)
+            try:
+                with torch.cuda.stream(stream):
+                    y = call(x, weights[0])
+                    stream.synchronize()
+                    if not agrees(y, reference):
+                        row["wrong"].append(sms)
+                    if bits is not None and not torch.equal(y, bits):
+                        row["bits"].append(sms)
+                    bits = y if bits is None else bits
+                    ms = graph_timer(stream)([partial(call, x, weight) for weight in weights])
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                break
+            row["ms"][str(sms)], row["gb_per_s"][str(sms)] = round(ms, 5), round(gigabytes / ms * 1e3)
+        rows.append(row)
+        print(name, batch, row["kernel"], row["gb_per_s"], row.get("failed", ""), flush=True)
+    return rows
 
 
-def time_ms(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> float:
-    """Least time of a call out of three replays of a graph that holds all of them."""
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        times = []
-        for _ in range(4):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / len(calls))
-    return float(min(times[1:]))
+def per_step(shape: ModelShape, rows: list[dict[str, Any]], batch: int, sms: int) -> tuple[float, float] | None:
+    """ms of all products of a step with cuBLAS, and with the quicker kernel for each; None where one is missing."""
+    cublas = best = 0.0
+    for spec in shape.decoder.gemms():
+        here = [row for row in rows if row["product"] == spec.name and row["batch"] == batch and str(sms) in row["ms"]]
+        times = {row["kernel"]: row["ms"][str(sms)] for row in here if not row["wrong"]}
+        if "cuBLAS" not in times:
+            return None
+        cublas += spec.count * times["cuBLAS"]
+        best += spec.count * min(times.values())
+    return cublas, best
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--budget-s", type=float, default=85.0)
+    parser.add_argument("--model-path", type=Path, help="its config.json is read; default: Qwen2-VL-7B's shapes")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 32])
+    parser.add_argument("--budget-s", type=float, default=90.0)
     options = parser.parse_args()
-    partitioner = make_partitioner("green_ctx", device="cuda", min_units=16, prepare="nothing")
-    streams: dict[str, Any] = {"132 whole": torch.cuda.Stream()}
-    for sms in SPLIT_OFF_SMS:
-        group: Any = partitioner.complement_of(partitioner.total_units - sms)
-        streams[f"{sms} split off"] = group.stream
-    for sms in REMAINDER_SMS:
-        group = partitioner.group(sms)
-        streams[f"{sms} remainder"] = group.stream
     end_s = time.monotonic() + options.budget_s
+    shape = QWEN2_VL_7B if options.model_path is None else shape_from_model_path(options.model_path)
+    partitioner = make_partitioner("green_ctx", device="cuda", min_units=16, prepare="nothing")
+    streams = streams_of(partitioner)
     rows: list[dict[str, Any]] = []
-    for name, (n, k) in PRODUCTS.items():
-        copies = max(1, min(8, int(400e6 // (n * k * 2))))
-        weights = [0.02 * torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        out = torch.empty(4 * 16 * n, device="cuda", dtype=torch.float32)
-        for batch in BATCHES.get(name, (4,)):
-            x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
-            expected = torch.nn.functional.linear(x, weights[0])
-            candidates: dict[str, Callable[[torch.Tensor], object]] = {
-                "cuBLAS": lambda w, x=x: torch.nn.functional.linear(x, w)  # type: ignore[misc]
-            }
-            for config in CONFIGS:
-                if k % (config[1] * config[4]) == 0 and time.monotonic() < end_s:
-                    torch.testing.assert_close(
-                        triton_product(x, weights[0], out, config), expected, rtol=0.05, atol=0.05
-                    )
-                    candidates[f"Triton {config}"] = lambda w, x=x, c=config, o=out: triton_product(x, w, o, c)  # type: ignore[misc]
-            for kernel, call in candidates.items():
-                times = {
-                    place: time_ms([lambda w=w, call=call: call(w) for w in weights], stream)  # type: ignore[misc]
-                    for place, stream in streams.items()
-                }
-                rows.append({"product": name, "batch": batch, "kernel": kernel, "ms": times})
-                print(name, batch, kernel, {p: f"{n * k * 2e-6 / ms:.0f} GB/s" for p, ms in times.items()}, flush=True)
-    options.out.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "rows": rows}, indent=1) + "\n")
+    with torch.inference_mode():
+        for spec in sorted(shape.decoder.gemms(), key=lambda spec: -spec.count * spec.n * spec.k):
+            made = product(spec.n, spec.k)
+            if made is None:
+                print(f"{spec.name}: not a product of the kernel")
+                continue
+            copies = -(-COLD_BYTES // (spec.n * spec.k * 2))
+            weights = [0.02 * torch.randn(spec.n, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+            for batch in options.batches:
+                rows += measure(spec.name, made, weights, batch, streams, end_s)
+            del weights
+    steps = []
+    for batch in options.batches:
+        for sms in streams:
+            if (found := per_step(shape, rows, batch, sms)) is not None:
+                steps.append({"batch": batch, "sms": sms, "cublas_ms": found[0], "best_ms": found[1]})
+    found_json = {
+        "gpu": torch.cuda.get_device_name(),
+        "commit": os.environ.get("SPACESERVE_COMMIT"),
+        "torch": torch.__version__,
+        "command": f"decode_products.py OUT.json --batches {' '.join(map(str, options.batches))}",
+        "model": shape.fingerprint(),
+        "steps": steps,
+        "rows": rows,
+    }
+    options.out.write_text(json.dumps(found_json, indent=1) + "\n")
+    print(f"{'batch':>5} {'SMs':>4} {'cuBLAS ms':>10} {'best ms':>8} {'ratio':>6}")
+    for step in steps:
+        ratio = step["cublas_ms"] / step["best_ms"]
+        print(f"{step['batch']:>5} {step['sms']:>4} {step['cublas_ms']:>10.2f} {step['best_ms']:>8.2f} {ratio:>6.2f}")
+    ours = [row for row in rows if row["kernel"] != "cuBLAS"]
+    wrong, varying = [row for row in ours if row["wrong"]], [row for row in ours if row["bits"]]
+    print(f"{len(wrong)} rows wrong, {len(varying)} with bits that depend on the SMs, of {len(ours)}")
+    return 1 if wrong or varying else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,9 +3,9 @@
   gpu_decode_graphs.py --model DIR --out FOLDER [--flags "..."]
 
 DIR may hold a dummy model (dummy_model.py; `--load-format dummy` is given). For each batch size, one decode step of the
-same batch is run with SGLang's graphs and with those of each group:
+same batch is run without graphs, with SGLang's graphs and with those of each group:
 
-    equal      whether the most likely tokens are those of SGLang's graph, and the largest difference of a logit over
+    equal      whether the most likely tokens are those of the step without, and the largest difference of a logit over
                the largest logit (kernels may be chosen anew for other SMs, so bits can differ)
     ms         time of a step alone, with the host's part
     own full   time of a step launched while the group's own SMs are full for 50 ms: it must wait for them
@@ -63,6 +63,14 @@ class Step:
         found: torch.Tensor = self._runner.forward(self._forward_batch).logits_output.next_token_logits
         return found.float().clone()
 
+    def eager_logits(self) -> torch.Tensor:
+        """The same without a CUDA graph: with SGLang's kernels on the whole device."""
+        graph_runner, self._runner.decode_cuda_graph_runner = self._runner.decode_cuda_graph_runner, None
+        try:
+            return self.logits()
+        finally:
+            self._runner.decode_cuda_graph_runner = graph_runner
+
     def ms(self, before: Callable[[], None] = lambda: None) -> float:
         """Milliseconds from the end of `before`'s launches to the end of the step."""
         synchronize()
@@ -85,9 +93,8 @@ def synchronize_current() -> None:
 
 def rows_of(runner: Any, graphs: Any, force: SimpleNamespace, batch_size: int, context: int) -> list[dict[str, Any]]:
     """The table's rows for one batch size."""
+    expected = Step(runner, batch_size, context).eager_logits()
     step = Step(runner, batch_size, context)
-    force.units = 0
-    expected = step.logits()
     rows = []
     for units in (graphs.ladder.total_units, *reversed(graphs.ladder.rungs)):
         whole = units == graphs.ladder.total_units
@@ -140,6 +147,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--skinny-gemm", choices=("auto", "off"), default="off", help="as of the server")
     parser.add_argument("--flags", default="--max-total-tokens 100000 --mem-fraction-static 0.6")
     options = parser.parse_args()
     began_s = time.monotonic()
@@ -149,6 +157,7 @@ def main() -> int:
 
     from spaceserve.hooks import install
     from spaceserve.scheduler.decode_graphs import DecodeGraphs, decode_graph_hooks
+    from spaceserve.skinny_gemm.linears import SkinnyLinears, skinny_linear_hooks
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = ["--model-path", options.model, "--load-format", "dummy", *shlex.split(options.flags)]
@@ -159,7 +168,12 @@ def main() -> int:
     watch: Any = SimpleNamespace(look=lambda: (force.units, True))
     with tempfile.TemporaryDirectory() as folder:
         graphs = DecodeGraphs(Path(folder) / "decoder.json", watch, lambda: False)
-        install(decode_graph_hooks(graphs))
+        hooks = decode_graph_hooks(graphs)
+        if options.skinny_gemm == "auto":
+            linears = SkinnyLinears()
+            graphs.on_group = linears.on
+            hooks += skinny_linear_hooks(linears, lambda model: model.model.layers)
+        install(hooks)
         one_batch._set_envs_and_config(server_args)
         for prepare in ("initialize_moe_config", "initialize_fp8_gemm_config", "initialize_fp4_gemm_config"):
             getattr(one_batch, prepare)(server_args)
@@ -175,6 +189,7 @@ def main() -> int:
         "ladder": list(graphs.ladder.rungs),
         "reason": graphs.ladder.reason,
         "capture": graphs._cost,
+        "skinny_gemm": options.skinny_gemm,
         "steps": steps,
         "context": options.context,
         "rows": rows,

@@ -509,7 +509,17 @@ def test_sglang_s_sizes_are_captured_on_every_group(tmp_path: Path, on_a_gpu: Si
     graphs, runner = captured_graphs(tmp_path), DecodeCudaGraphRunner()
     kv_pool = SimpleNamespace(alt_stream="another stream")
     runner.kv_pool = kv_pool
+    entered: list[tuple[int, str, int]] = []
+
+    @contextmanager
+    def on_group(units: int, stream: Any) -> Iterator[None]:
+        before = len(runner.captured)
+        yield
+        entered.append((units, stream.name, len(runner.captured) - before))
+
+    graphs.on_group = on_group
     graphs.capture(model_runner(runner, token_to_kv_pool=kv_pool))
+    assert entered == [(units, f"stream of {units}", 5) for units in (64, 48, 32)]
     assert runner.alt_streams == {None}  # what is captured there would run on all SMs
     assert kv_pool.alt_stream == "another stream"
     sizes = [64, 8, 4, 2, 1]  # SGLang's, within the bound, the largest first

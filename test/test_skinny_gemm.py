@@ -16,6 +16,9 @@ from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from spaceserve.hooks import check_signature
+from spaceserve.profile import decode_products
+from spaceserve.profile.decode_products import DecodeProducts, Tiles
 from spaceserve.skinny_gemm import kernel, linears
 from spaceserve.skinny_gemm.choice import Measured, agrees, choose
 from spaceserve.skinny_gemm.kernel import Workspace
@@ -213,6 +216,8 @@ def test_only_graphs_of_measured_groups_and_batches_use_the_kernel(monkeypatch: 
     head, odd = Layer(1024, 512, "UnquantizedEmbeddingMethod"), Layer(100, 500, "UnquantizedLinearMethod")
     found = linears_of([block, odd], head)
     assert found == [block[0], odd, head]
+    weight = found[0].weight
+    assert isinstance(weight, torch.Tensor)
     skinny = SkinnyLinears(choose_all, run)
     skinny.register(found, [1, 4, 64])
     x = torch.randn(4, 512).half()
@@ -220,7 +225,7 @@ def test_only_graphs_of_measured_groups_and_batches_use_the_kernel(monkeypatch: 
     with skinny.on(32, None):
         result = skinny.apply(block[0], x, None)
         assert result is not None
-        assert torch.equal(result, linear(x, block[0].weight))
+        assert torch.equal(result, linear(x, weight))
         assert skinny.apply(head, x, None) is not None
         assert skinny.apply(block[1], x, None) is None, "quantized"
         assert skinny.apply(odd, torch.randn(4, 500).half(), None) is None, "not a shape of the kernel"
@@ -241,3 +246,35 @@ def test_where_it_cannot_be_decode_keeps_cublas(caplog: pytest.LogCaptureFixture
     capture(lambda model_runner, flag: calls.append(flag), runner, False)
     assert calls == [False]
     assert "Products of decode are cuBLAS's" in caplog.text
+
+
+def test_profiled_products_take_the_kernel_of_the_streams_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = product(256, 512)
+    assert made is not None
+    used: list[tuple[Tile, int]] = []
+    current = SimpleNamespace(cuda_stream=7)
+
+    def run(x: Any, weight: Any, bias: Any, made: Product, tile: Tile, units: int, workspace: Any) -> torch.Tensor:
+        used.append((tile, units))
+        return linear(x, weight)
+
+    monkeypatch.setattr(decode_products, "skinny_gemm", run)
+    monkeypatch.setattr(decode_products.torch.cuda, "current_stream", lambda: current)
+    tiles: Tiles = {(32, made): [(4, TILES[0]), (8, None), (32, TILES[1])], (132, made): [(32, TILES[2])]}
+    products = DecodeProducts(tiles, 132, torch.device("cpu"))
+    group: Any = SimpleNamespace(granted=32, stream=current)
+    products.register(group)
+    weight = torch.randn(256, 512)
+    for batch in (3, 6, 20, 33):
+        x = torch.randn(batch, 512)
+        assert torch.equal(products.linear(x, weight), linear(x, weight))
+    assert used == [(TILES[0], 32), (TILES[1], 32)], "for 6 cuBLAS is quicker, 33 is not a skinny batch"
+    current = SimpleNamespace(cuda_stream=0)
+    products.linear(torch.randn(3, 512), weight)
+    assert used[-1] == (TILES[2], 132), "a stream of no group has the whole device"
+    assert torch.equal(products.linear(torch.ones(1, 500), torch.ones(4, 500)), torch.full((1, 4), 500.0))
+
+
+def test_hooks_fit_sglang() -> None:
+    for hook in linears.skinny_linear_hooks(SkinnyLinears(), lambda model: []):
+        check_signature(hook)

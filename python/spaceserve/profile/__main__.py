@@ -25,6 +25,7 @@ from spaceserve.sis.curves import DeviceCurves
 from spaceserve.sis.shapes import ModelShape, shape_from_model_path
 
 from . import contention, sweep, validate
+from .decode_products import DecodeProducts, Tiles, measure_tiles
 from .kernels import Kernels, choose_kernels
 from .mps_pair import MpsPairTimer, mps_if_possible, process_starter
 from .plot import plot_curves
@@ -56,6 +57,9 @@ def make_parser() -> argparse.ArgumentParser:
         f"(default: none; with --quick {QUICK_BUDGET_S:g})",
     )
     parser.add_argument("--rungs", type=int, help="profile at most so many sizes of the encoder's group (9, quick 7)")
+    parser.add_argument(
+        "--skinny-gemm", choices=("auto", "off"), default="off", help="kernels of decode's products, as of the server"
+    )
     parser.add_argument("--no-contention", action="store_true", help="do not measure one side beside the other")
     parser.add_argument("--no-graphs", action="store_true", help="launch from Python, not from CUDA graphs")
     parser.add_argument("--validate", action="store_true", help="measure whole forwards of sizes that were left out")
@@ -136,13 +140,16 @@ def _pair_timer(
     dtype: torch.dtype,
     timer: Timer,
     under_mps: bool,
+    products: DecodeProducts,
 ) -> tuple[contention.PairTimer, str]:
     """What times both sides beside each other, and in words how: as they are served, where MPS runs."""
     if not isinstance(timer, CudaTimer):
         return contention.CpuPairTimer(shape, contention.CPU_LOAD, partitioner), "two processes"
-    loads = contention.make_loads(shape, device, dtype, contention.GPU_LOAD)
+    loads = contention.make_loads(shape, device, dtype, contention.GPU_LOAD, products.linear)
     if under_mps:
-        start = process_starter(shape, contention.GPU_LOAD, device, partitioner.min_complement, timer.use_graphs)
+        start = process_starter(
+            shape, contention.GPU_LOAD, device, partitioner.min_complement, timer.use_graphs, products.tiles
+        )
         try:
             return MpsPairTimer(loads, timer.use_graphs, start), "two processes under MPS"
         except RuntimeError as error:
@@ -162,6 +169,7 @@ def profile(
     use_graphs: bool = True,
     under_mps: bool = False,
     budget_s: float | None = None,
+    use_skinny_gemm: bool = False,
     show_progress: bool = True,
     save: Callable[[DeviceCurves], None] | None = None,
     save_operators: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -171,17 +179,27 @@ def profile(
     What fails after the operators (contention, sharing, validation) is logged, named in `validation["failed_parts"]`
     and left out. `save` is called with what there is after every part, so that an interrupted profile leaves it, and
     `save_operators` with the raw times where no curves can be made of them. `under_mps`: this process is a client of
-    MPS, so that another can run beside it. `budget_s`: after it contention and sharing begin nothing more; what is
+    MPS, so that another can run beside it. `use_skinny_gemm`: products of decode take the kernels of a server with
+    `--skinny-gemm auto`. `budget_s`: after it contention and sharing begin nothing more; what is
     missing for that is among the failed parts.
     """
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32  # bf16 products are emulated on most CPUs
     grid = (sweep.QUICK if quick else sweep.FULL) if on_gpu else (sweep.CPU_QUICK if quick else sweep.CPU_FULL)
-    kernels = choose_kernels(device, dtype)
-    work = Workloads(shape, device, dtype, kernels)
     rungs = sweep.pick_rungs(partitioner, num_rungs or grid.num_encoder_rungs)
     small_units = sweep.small_decode_units(partitioner) if on_gpu else []
     groups = sweep.Groups.of(partitioner, rungs, small_units)
+    held_out = validate.GPU_HELD_OUT if on_gpu else validate.CPU_HELD_OUT
+    held_out_groups = validate.pick_groups(partitioner, rungs, held_out.num_units, partitioner.min_complement)
+    decode_groups = {**held_out_groups.decoder, **groups.decode}
+    tiles: Tiles = {}
+    if use_skinny_gemm and on_gpu:
+        tiles = measure_tiles(shape, decode_groups.values(), grid.batches, device, dtype)
+    products = DecodeProducts(tiles, partitioner.total_units, device)
+    for group in decode_groups.values():
+        products.register(group)
+    kernels = choose_kernels(device, dtype, products.linear if tiles else torch.nn.functional.linear)
+    work = Workloads(shape, device, dtype, kernels)
     operators = sweep.operators_of(shape, work, grid)
     timer: Timer = CudaTimer(use_graphs) if on_gpu else CpuTimer()
     graph_ratio: float | None = None
@@ -189,8 +207,6 @@ def profile(
         smallest = next(iter(groups.encoder.values()))
         graph_ratio = timer.check_graphs(work.gemm(shape.encoder.gemms()[1], 4096), smallest)
     pair_rungs = _pair_rungs(partitioner, rungs)
-    held_out = validate.GPU_HELD_OUT if on_gpu else validate.CPU_HELD_OUT
-    held_out_groups = validate.pick_groups(partitioner, rungs, held_out.num_units, partitioner.min_complement)
     total = sweep.count_points(operators, groups)
     if with_contention:
         total += contention.count_pairs(partitioner, pair_rungs)
@@ -217,6 +233,7 @@ def profile(
         versions = library_versions(kernels, partitioner.backend)
         if (driver := _driver_version()) is not None:
             versions["driver"] = driver
+        versions["decode_products"] = "skinny where quicker" if tiles else "cuBLAS"
         curves = DeviceCurves(
             device_name=torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}",
             total_units=partitioner.total_units,
@@ -247,7 +264,7 @@ def profile(
         if with_contention:
             bar.set_description("beside the other side")
             with parts.part("contention"):
-                pair, setting = _pair_timer(shape, partitioner, device, dtype, timer, under_mps)
+                pair, setting = _pair_timer(shape, partitioner, device, dtype, timer, under_mps, products)
                 with contextlib.closing(pair):
                     factors = contention.measure_contention(partitioner, pair_rungs, pair, bar.update, parts.is_over)
                 curves = replace(
@@ -259,7 +276,7 @@ def profile(
             curves = keep(curves)
             if small_units and isinstance(timer, CudaTimer):
                 with parts.part("decode beside prefill"):
-                    loads = contention.make_loads(shape, device, dtype, contention.GPU_LOAD)
+                    loads = contention.make_loads(shape, device, dtype, contention.GPU_LOAD, products.linear)
                     with contextlib.closing(contention.CudaPairTimer(loads, timer.use_graphs)) as inside:
                         rows = contention.measure_sharing(partitioner, small_units, inside, bar.update, parts.is_over)
                     curves = replace(curves, sharing=rows, _slices={})
@@ -272,7 +289,9 @@ def profile(
             with parts.part("validation"):
                 if on_gpu:
                     torch.cuda.empty_cache()
-                found = validate.validate(curves, shape, held_out_groups, timer, device, dtype, held_out, bar.update)
+                found = validate.validate(
+                    curves, shape, held_out_groups, timer, kernels, device, dtype, held_out, bar.update
+                )
                 curves = replace(curves, validation=validate.summary(found), _slices={})
                 tqdm.write(validate.table(found), file=sys.stdout)
             curves = keep(curves)
@@ -342,6 +361,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 use_graphs=not arguments.no_graphs,
                 num_rungs=arguments.rungs,
                 under_mps=arguments.under_mps,
+                use_skinny_gemm=arguments.skinny_gemm == "auto",
                 budget_s=QUICK_BUDGET_S if arguments.quick and arguments.budget_s is None else arguments.budget_s,
                 save=save,
                 save_operators=save_operators,

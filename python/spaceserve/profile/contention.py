@@ -45,9 +45,15 @@ GPU_LOAD = LoadSizes(patches=4096, batch=16, context=2048, tokens=2048, num_laye
 CPU_LOAD = LoadSizes(patches=64, batch=4, context=64, tokens=32, num_layers=2)
 
 
-def make_loads(shape: ModelShape, device: torch.device, dtype: torch.dtype, sizes: LoadSizes) -> dict[str, Run]:
+def make_loads(
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: LoadSizes,
+    decode_linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.nn.functional.linear,
+) -> dict[str, Run]:
     """Callables of each side: a few layers of the encoder, of a decode step and of a prefill chunk."""
-    kernels = choose_kernels(device, dtype)
+    kernels = choose_kernels(device, dtype, decode_linear)
     encoder = EncoderModel(shape, device, dtype, kernels, num_layers=min(sizes.num_layers, shape.encoder.num_layers))
     decoder = DecoderModel(shape, device, dtype, kernels, num_layers=min(sizes.num_layers, shape.decoder.num_layers))
     return {

@@ -25,12 +25,13 @@ def rotary(x: Tensor, cosine: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Fused norms and activations, and which attention is used ("fa3" or "sdpa")."""
+    """Fused norms and activations, which attention is used ("fa3" or "sdpa"), and what multiplies in a decode step."""
 
     attention: str
     pointwise: str
     rms_norm: Callable[[Tensor, Tensor], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
+    decode_linear: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def encoder_attention(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
         """Images of `length` patches packed one after another. q, k, v: [patches, heads, head_dim]."""
@@ -77,9 +78,11 @@ def _torch_silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+def choose_kernels(
+    device: torch.device, dtype: torch.dtype, decode_linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+) -> Kernels:
     """The kernels of this device; each of SGLang's is tried once on small inputs, and a failure is logged."""
-    plain = Kernels("sdpa", "torch", _torch_rms_norm, _torch_silu_and_mul)
+    plain = Kernels("sdpa", "torch", _torch_rms_norm, _torch_silu_and_mul, decode_linear)
     if device.type != "cuda":
         return plain
     attention, pointwise, norm, act = plain.attention, plain.pointwise, plain.rms_norm, plain.silu_and_mul
@@ -120,4 +123,4 @@ def choose_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         pointwise, norm, act = "sgl_kernel", fused_rms_norm, fused_silu_and_mul
     except Exception as error:
         logger.warning("fused norms of sgl_kernel do not run here (%s): timed with torch's", error)
-    return Kernels(attention, pointwise, norm, act)
+    return Kernels(attention, pointwise, norm, act, decode_linear)

@@ -114,7 +114,11 @@ class DecoderModel:
         self.norm = torch.ones(self.shape.hidden_size, device=device, dtype=dtype)
 
     def _forward(
-        self, tokens: int, rows_out: int, attend: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+        self,
+        tokens: int,
+        rows_out: int,
+        attend: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+        linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
     ) -> Callable[[], Tensor]:
         d = self.shape
         start = torch.randn(tokens, d.hidden_size, device=self.device, dtype=self.dtype)
@@ -123,14 +127,14 @@ class DecoderModel:
         def forward() -> Tensor:
             h = start
             for i, layer in enumerate(self.layers):
-                qkv = F.linear(self.kernels.rms_norm(h, self.norm), layer["qkv"])
+                qkv = linear(self.kernels.rms_norm(h, self.norm), layer["qkv"])
                 qkv = qkv.view(tokens, d.num_heads + 2 * d.num_kv_heads, d.head_dim)
                 qk = rotary(qkv[:, : d.num_heads + d.num_kv_heads], cosine)
                 out = attend(qk[:, : d.num_heads], qk[:, d.num_heads :], qkv[:, d.num_heads + d.num_kv_heads :], i)
-                h = h + F.linear(out.reshape(tokens, -1), layer["o"])
-                gate_up = F.linear(self.kernels.rms_norm(h, self.norm), layer["gate_up"])
-                h = h + F.linear(self.kernels.silu_and_mul(gate_up), layer["down"])
-            return F.linear(h[-rows_out:], self.lm_head)
+                h = h + linear(out.reshape(tokens, -1), layer["o"])
+                gate_up = linear(self.kernels.rms_norm(h, self.norm), layer["gate_up"])
+                h = h + linear(self.kernels.silu_and_mul(gate_up), layer["down"])
+            return linear(h[-rows_out:], self.lm_head)
 
         return forward
 
@@ -141,7 +145,10 @@ class DecoderModel:
         cache = torch.zeros(size, device=self.device, dtype=self.dtype)
         lengths = torch.full((batch,), context, device=self.device, dtype=torch.int32)
         return self._forward(
-            batch, batch, lambda q, k, v, i: self.kernels.decode_attention(q, cache[i, 0], cache[i, 1], lengths)
+            batch,
+            batch,
+            lambda q, k, v, i: self.kernels.decode_attention(q, cache[i, 0], cache[i, 1], lengths),
+            self.kernels.decode_linear,
         )
 
     def prefill_fn(self, tokens: int, prefix: int) -> Callable[[], Tensor]:

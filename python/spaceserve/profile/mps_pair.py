@@ -22,6 +22,7 @@ from spaceserve.partition import MpsDaemon, Partitioner, UnitGroup, make_partiti
 from spaceserve.sis.shapes import ModelShape
 
 from .contention import CudaPairTimer, LoadSizes, _stream_of, _timed_calls, make_loads
+from .decode_products import DecodeProducts, Tiles
 from .timing import Run, first_line
 
 logger = logging.getLogger(__name__)
@@ -95,8 +96,17 @@ class MpsPairTimer(CudaPairTimer):
         super().close()
 
 
-def neighbour(pipe: Any, loads: Mapping[str, Run], partitioner: Partitioner, use_graphs: bool) -> None:
-    """Runs what it is told, in the group it is told, until it is told otherwise; None ends it."""
+def neighbour(
+    pipe: Any,
+    loads: Mapping[str, Run],
+    partitioner: Partitioner,
+    use_graphs: bool,
+    register: Callable[[UnitGroup], None] = lambda group: None,
+) -> None:
+    """Runs what it is told, in the group it is told, until it is told otherwise; None ends it.
+
+    `register` is called with each group before anything runs on it.
+    """
     timer = CudaPairTimer(loads, use_graphs)
     pipe.send("ready")
     while (command := pipe.recv()) is not None:
@@ -108,6 +118,7 @@ def neighbour(pipe: Any, loads: Mapping[str, Run], partitioner: Partitioner, use
                 else partitioner.group(granted)
             )
             assert group is not None, command
+            register(group)
             stream = _stream_of(group)
             run = timer._prepared(side, stream)
             with torch.cuda.stream(stream):
@@ -137,7 +148,13 @@ def _launch(run: Run) -> torch.cuda.Event:
 
 
 def _neighbour_process(
-    pipe: Any, shape_json: Mapping[str, Any], sizes: LoadSizes, device_name: str, min_units: int, use_graphs: bool
+    pipe: Any,
+    shape_json: Mapping[str, Any],
+    sizes: LoadSizes,
+    device_name: str,
+    min_units: int,
+    use_graphs: bool,
+    tiles: Tiles,
 ) -> None:
     device = torch.device(device_name)
     torch.cuda.set_device(device)
@@ -145,19 +162,23 @@ def _neighbour_process(
         torch.inference_mode(),
         make_partitioner("green_ctx", device=device_name, min_units=min_units, prepare="nothing") as partitioner,
     ):
-        loads = make_loads(ModelShape.from_json(shape_json), device, torch.bfloat16, sizes)
-        neighbour(pipe, loads, partitioner, use_graphs)
+        products = DecodeProducts(tiles, partitioner.total_units, device)
+        loads = make_loads(ModelShape.from_json(shape_json), device, torch.bfloat16, sizes, products.linear)
+        neighbour(pipe, loads, partitioner, use_graphs, products.register)
 
 
 def process_starter(
-    shape: ModelShape, sizes: LoadSizes, device: torch.device, min_units: int, use_graphs: bool
+    shape: ModelShape, sizes: LoadSizes, device: torch.device, min_units: int, use_graphs: bool, tiles: Tiles
 ) -> Start:
-    """Starts the neighbour as a process of its own, with this one's environment (and so its MPS)."""
+    """Starts the neighbour as a process of its own, with this one's environment (and so its MPS).
+
+    tiles: kernels of the decode products, by group (`DecodeProducts`).
+    """
 
     def start() -> tuple[Any, Callable[[], None]]:
         context = multiprocessing.get_context("spawn")
         pipe, child = context.Pipe()
-        arguments = (child, shape.to_json(), sizes, str(device), min_units, use_graphs)
+        arguments = (child, shape.to_json(), sizes, str(device), min_units, use_graphs, tiles)
         process = context.Process(target=_neighbour_process, args=arguments, daemon=True)
         process.start()
         child.close()

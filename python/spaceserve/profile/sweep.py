@@ -170,8 +170,10 @@ def operators_of(shape: ModelShape, work: Workloads, grid: Grid) -> list[Operato
     none = (None,)
 
     def gemms(specs: Sequence[GemmSpec], phase: str, xs: Sequence[int], one_sequence: bool) -> list[Operator]:
+        gemm = work.decode_gemm if phase == "decode" else work.gemm
+
         def maker(spec: GemmSpec) -> Callable[[int, int | None], Run]:
-            return lambda x, y: work.gemm(spec, max(1, int(spec.rows(x, 1 if one_sequence else x))))
+            return lambda x, y: gemm(spec, max(1, int(spec.rows(x, 1 if one_sequence else x))))
 
         return [Operator(s.name, phase, "gemm", s.count, tuple(xs), none, maker(s)) for s in specs]
 

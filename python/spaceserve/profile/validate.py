@@ -14,7 +14,7 @@ from spaceserve.partition import Partitioner
 from spaceserve.sis.curves import DeviceCurves
 from spaceserve.sis.shapes import ModelShape
 
-from .kernels import choose_kernels
+from .kernels import Kernels
 from .models import DecoderModel, EncoderModel
 from .sweep import Groups, has_prefill
 from .timing import Run, Timer, first_line
@@ -80,13 +80,13 @@ def validate(
     shape: ModelShape,
     groups: Groups,
     timer: Timer,
+    kernels: Kernels,
     device: torch.device,
     dtype: torch.dtype,
     held_out: HeldOut,
     tick: Callable[[], object],
 ) -> list[Comparison]:
     """Measures every held-out size on `groups` (see `pick_groups`). Allocates the whole model once per side."""
-    kernels = choose_kernels(device, dtype)
     found: list[Comparison] = []
 
     def compare(phase: str, size: str, run: Run, predict: Callable[[int], float]) -> None:

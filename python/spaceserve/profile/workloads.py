@@ -50,6 +50,11 @@ class Workloads:
         x, out = self._random(rows, spec.k), torch.empty(rows, spec.n, device=self.device, dtype=self.dtype)
         return lambda: torch.mm(x, next(weights).t(), out=out)
 
+    def decode_gemm(self, spec: GemmSpec, rows: int) -> Run:
+        """The same product in a decode step, with the kernel that decode takes where it runs."""
+        weights, x = itertools.cycle(self._weights_of(spec)), self._random(rows, spec.k)
+        return lambda: self.kernels.decode_linear(x, next(weights))
+
     def encoder_attention(self, length: int, count: int) -> Run:
         """One layer's attention over `count` images of `length` patches."""
         e = self.shape.encoder
