@@ -1,7 +1,7 @@
 // Kernels that show where work runs and how it interferes. Used by tests and benchmarks, never by serving.
 //
 // Compiled at run time with NVRTC (spaceserve.partition.probe), or by hand:
-//   nvcc -arch=sm_90 -cubin -o probe.cubin csrc/probe.cu
+//   nvcc -arch=sm_90 -cubin -o probe.cubin python/spaceserve/partition/probe.cu
 
 // Physical streaming multiprocessor of the calling thread, within one process. Under MPS the number is virtual: it
 // counts from 0 in every client's group.
@@ -53,18 +53,6 @@ __global__ void stream_read(const float4* src, unsigned long long num_words, uns
     }
   }
   sink[thread] = sum;
-}
-
-// Compute-bound: num_steps rounds of four independent fused multiply-adds in registers; no memory but the sink.
-__global__ void burn_fma(unsigned int num_steps, float* sink) {
-  float a = threadIdx.x * 1e-6f, b = a + 1.0f, c = a + 2.0f, d = a + 3.0f;
-  for (unsigned int i = 0; i < num_steps; ++i) {
-    a = fmaf(a, 0.999f, 0.001f);
-    b = fmaf(b, 0.999f, 0.001f);
-    c = fmaf(c, 0.999f, 0.001f);
-    d = fmaf(d, 0.999f, 0.001f);
-  }
-  sink[static_cast<unsigned long long>(blockIdx.x) * blockDim.x + threadIdx.x] = a + b + c + d;
 }
 
 }  // extern "C"

@@ -95,7 +95,7 @@ class Probe:
             self._driver_module = check(self._driver.cuModuleLoadData(cubin), "cuModuleLoadData")
         self._functions = {
             name: check(self._driver.cuModuleGetFunction(self._driver_module, name.encode()), "cuModuleGetFunction")
-            for name in ("occupy", "stream_read", "burn_fma")
+            for name in ("occupy", "stream_read")
         }
         self.threads_per_half_sm = min(1024, properties.max_threads_per_multi_processor // 2)
         self.shared_bytes_per_half_sm = self._raise_shared_memory()
@@ -196,12 +196,6 @@ class Probe:
             (sink.data_ptr(), ctypes.c_void_p),
         ]
         self._launch("stream_read", stream, sink.numel() // 512, 512, arguments)
-
-    def burn_fma(self, stream: torch.cuda.Stream, num_steps: int, sink: torch.Tensor) -> None:
-        """``num_steps`` rounds of multiply-adds by each thread; compute-bound. ``sink`` as for :meth:`stream_read`."""
-        assert sink.numel() % 512 == 0
-        arguments: list[tuple[int, Any]] = [(num_steps, ctypes.c_uint), (sink.data_ptr(), ctypes.c_void_p)]
-        self._launch("burn_fma", stream, sink.numel() // 512, 512, arguments)
 
     def close(self) -> None:
         """Unload the kernels; the device must be idle."""
