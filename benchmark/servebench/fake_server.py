@@ -19,7 +19,7 @@ from aiohttp import web
 class Script:
     """Delays in ms. ``stall_ms`` is added before the token at ``stall_at`` (0 for none); requests whose number is in
     ``fail`` get a 400; at request number ``die_at`` the server ends (0: never). ``seen`` collects the bodies' digests
-    in order of arrival, ``flushes`` counts flushes."""
+    in order of arrival."""
 
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
@@ -28,7 +28,6 @@ class Script:
     fail: tuple[int, ...] = ()
     die_at: int = 0
     seen: list[str] = field(default_factory=list)
-    flushes: int = 0
     mode: str = "sis"
 
     @property
@@ -51,7 +50,7 @@ def prompt_tokens(body: dict[str, Any]) -> int:
 
 
 def make_app(script: Script) -> web.Application:
-    """The application; ``script.seen`` and ``script.flushes`` change as it is used."""
+    """The application; ``script.seen`` changes as it is used."""
 
     async def pace(index: int) -> None:
         delay = script.ttft_ms if index == 0 else script.step_ms
@@ -104,7 +103,6 @@ def make_app(script: Script) -> web.Application:
         return await answer(request, chat=True)
 
     async def flush(_: web.Request) -> web.Response:
-        script.flushes += 1
         return web.Response(text="flushed")
 
     async def health(_: web.Request) -> web.Response:

@@ -11,7 +11,6 @@ import os
 import re
 import statistics
 import tarfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,11 +126,11 @@ class Results:
         self.written.append(path)
         return trace
 
-    def bundle(self, path: Path, files: Iterable[Path] | None = None) -> None:
+    def bundle(self, path: Path) -> None:
         """Pack what this run wrote; unpack it with ``tar xzf FILE -C RESULTS``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with tarfile.open(temporary, "w:gz") as archive:
-            for file in dict.fromkeys(files if files is not None else self.written):
+            for file in dict.fromkeys(self.written):
                 archive.add(file, arcname=str(file.relative_to(self.root)))
         temporary.replace(path)

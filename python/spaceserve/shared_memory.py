@@ -80,12 +80,3 @@ def unlink(name: str) -> None:
     """Remove a segment; one that is already gone is no error."""
     with suppress(FileNotFoundError):
         os.unlink(SHM_DIR / name)
-
-
-def unlink_all(prefix: str) -> int:
-    """Remove every segment whose name starts with `prefix`; returns how many there were."""
-    count = 0
-    for path in SHM_DIR.glob(f"{prefix}*"):
-        unlink(path.name)
-        count += 1
-    return count

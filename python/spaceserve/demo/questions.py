@@ -423,9 +423,9 @@ def _any_turn(rng: random.Random, scene: Scene) -> Turn:
     return Turn("background", rng.choice(_BACKGROUND), scene.background)
 
 
-def _about_nth(rng: random.Random, scenes: list[Scene], nth: int | None = None) -> Turn:
+def _about_nth(rng: random.Random, scenes: list[Scene]) -> Turn:
     """Ask about one of several pictures."""
-    number = rng.randrange(len(scenes)) if nth is None else nth
+    number = rng.randrange(len(scenes))
     turn = _any_turn(rng, scenes[number])
     ordinal = "last" if number == len(scenes) - 1 and rng.random() < 0.15 else ORDINALS[number]
     question = turn.question

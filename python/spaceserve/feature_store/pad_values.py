@@ -109,10 +109,6 @@ class PadValueRegistry:
             namespace = self._namespace
         return PadAssignment(namespace, tuple(_item_hash(digest, values[digest]) for digest in digests))
 
-    def item_hash(self, digest: bytes) -> int:
-        """`assign` for a single image where the caller has no use for the namespace (one that never fills up)."""
-        return self.assign([digest]).item_hashes[0]
-
 
 class KeyedPermutation:
     """A pseudo-random permutation of range(size), size at most 2**30, chosen by a secret key.
