@@ -116,6 +116,24 @@ class World:
             else:
                 self.finish()
 
+    def drain(self, live: set[str]) -> None:
+        """Whoever is ready prefills and ends, until every request of `live` has been answered; then nothing is held."""
+        for _ in range(1000):
+            for message in list(self.sent):
+                if message.rid in live:
+                    live.remove(message.rid)
+                    if isinstance(message, FeaturesReady):
+                        self.tell(FinishRequest(message.rid))
+            if self.restoring:
+                self.finish_restore()
+            elif self.running:
+                self.finish()
+            elif not live:
+                break
+        assert not live, "a request was never answered"
+        assert self.service.is_idle
+        self.service.check_integrity()
+
     def answers(self, rid: str) -> list[FeaturesReady | FeaturesFailed]:
         return [message for message in self.sent if message.rid == rid]
 
@@ -320,8 +338,7 @@ def test_random_mix_ends_with_everything_answered_and_nothing_held(
     rng = random.Random(seed)
     world = World(num_blocks, rng.choice([8, 16, 64]), policy, num_host_blocks)
     sizes = {f"i{n}": rng.randint(1, num_blocks * BLOCK // 3) for n in range(8)}
-    live: dict[str, int] = {}
-    aborted: set[str] = set()
+    live: set[str] = set()
     for step in range(60):
         world.now_s += rng.random() * 0.05
         action = rng.random()
@@ -329,7 +346,7 @@ def test_random_mix_ends_with_everything_answered_and_nothing_held(
             rid = f"r{step}"
             names = rng.sample(sorted(sizes), rng.randint(1, 3))
             world.want(rid, *(source(name, rid, sizes[name]) for name in names))
-            live[rid] = 0
+            live.add(rid)
         elif action < 0.6 and world.restoring:
             world.finish_restore(copied=rng.random() < 0.9)
         elif action < 0.7 and world.running:
@@ -337,8 +354,7 @@ def test_random_mix_ends_with_everything_answered_and_nothing_held(
             world.finish(broken)
         elif action < 0.8 and live:
             rid = rng.choice(sorted(live))
-            del live[rid]
-            aborted.add(rid)
+            live.remove(rid)
             world.tell(FinishRequest(rid))
         elif action < 0.9:
             key = rng.choice(sorted(sizes)).encode()
@@ -349,20 +365,4 @@ def test_random_mix_ends_with_everything_answered_and_nothing_held(
             ready = [m.rid for m in world.sent if isinstance(m, FeaturesReady) and m.rid in live]
             if ready:
                 world.tell(ReleaseFeatures(rng.choice(ready)))
-    # Drain: whoever is ready prefills and releases, until every live request has been answered.
-    for _ in range(500):
-        for message in list(world.sent):
-            if isinstance(message, FeaturesReady) and message.rid in live:
-                world.tell(FinishRequest(message.rid))
-                del live[message.rid]
-            elif isinstance(message, FeaturesFailed):
-                live.pop(message.rid, None)
-        if world.restoring:
-            world.finish_restore()
-        elif world.running:
-            world.finish()
-        elif not live:
-            break
-    assert not live, "a request was never answered"
-    assert world.service.is_idle
-    world.service.check_integrity()
+    world.drain(live)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import sys
 import threading
@@ -40,11 +41,12 @@ IMAGE = (5329,)
 
 
 class Bench:
-    """A split of 132 simulated SMs, with the state board that its SIS reads."""
+    """A split of 132 simulated SMs, with the state board that its SIS reads and the one that it writes."""
 
     def __init__(self, name: str, mode: str, **settings: Any) -> None:
         self.partitioner = SimulatedPartitioner(total_units=TOTAL_SMS, min_units=16, step=8)
         self.board = StateBoardWriter(name)
+        self.own_board = f"{name}-own"
         self.registry = CollectorRegistry()
         self.split = EncoderSplit(
             CPU,
@@ -52,6 +54,7 @@ class Bench:
             partitioner_factory=lambda: self.partitioner,
             sis_factory=lambda rungs, mask_mode: SpaceInferenceScheduler(standin_curves(), rungs, mask_mode=mask_mode),
             board_name=name,
+            own_board_name=self.own_board,
             **settings,
         )
         self.split.metrics = SplitMetrics({"model_name": "m"}, self.registry)
@@ -72,6 +75,17 @@ class Bench:
             timing.stop()
         return TOTAL_SMS if active is None else active.granted
 
+    def said(self) -> tuple[int, bool]:
+        """What the scheduler reads: units of the batch that runs, and whether decode is to keep to the others."""
+        with EncoderBoardReader(self.own_board) as reader:
+            state = reader.read()
+        assert state is not None
+        return state.encoder_units, state.decoder_masked
+
+    def close(self) -> None:
+        self.board.close()
+        self.split._in_use.close()
+
     def value(self, name: str, **more: str) -> float | None:
         return self.registry.get_sample_value(f"spaceserve:{name}", {"model_name": "m", **more})
 
@@ -86,7 +100,7 @@ def make_bench(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bench]]
 
     yield make
     for bench in made:
-        bench.board.close()
+        bench.close()
 
 
 def test_modes_are_read_and_others_refused() -> None:
@@ -188,19 +202,27 @@ def test_threads_that_choose_and_observe_do_not_disturb_each_other(make_bench: C
 
 
 class Encoder(nn.Module):
-    """Blocks that note the units on which each ran."""
+    """Blocks between which SIS may choose again. Notes the units on which each ran; `between` is called in each."""
 
-    def __init__(self, bench: Bench, num_blocks: int, between: Callable[[int], None]) -> None:
+    def __init__(self, bench: Bench, between: Callable[[int], None], num_blocks: int = 8) -> None:
         super().__init__()
         self.seen: list[int] = []
-        self.blocks = nn.ModuleList()
-        for index in range(num_blocks):
-            self.blocks.append(Block(self, bench, index, between))
+        self._bench = bench
+        self.blocks = nn.ModuleList(Block(self, bench, index, between) for index in range(num_blocks))
+        bench.split.attach(list(self.blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
         return x
+
+    def run_batch(self) -> torch.Tensor:
+        with self._bench.split.for_batch(IMAGE) as timing:
+            timing.start()
+            out = self(torch.zeros(1))
+            timing.stop()
+        assert isinstance(out, torch.Tensor)
+        return out
 
 
 class Block(nn.Module):
@@ -215,20 +237,10 @@ class Block(nn.Module):
         return x + 1
 
 
-def run_encoder(bench: Bench, encoder: Encoder) -> torch.Tensor:
-    with bench.split.for_batch(IMAGE) as timing:
-        timing.start()
-        out = encoder(torch.zeros(1))
-        timing.stop()
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
 def test_the_next_layer_moves_when_the_decode_side_changes(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("sis", reconsider_layers=2)
-    encoder = Encoder(bench, 8, lambda index: bench.decode(32) if index == 3 else None)
-    bench.split.attach(list(encoder.blocks))
-    assert run_encoder(bench, encoder).item() == 8
+    encoder = Encoder(bench, lambda index: bench.decode(32) if index == 3 else None)
+    assert encoder.run_batch().item() == 8
     assert encoder.seen[:4] == [TOTAL_SMS] * 4
     assert len(set(encoder.seen[4:])) == 1
     assert encoder.seen[4] < TOTAL_SMS
@@ -251,9 +263,8 @@ def test_a_running_batch_keeps_its_mode(make_bench: Callable[..., Bench]) -> Non
             bench.decode(32)
             bench.split.set_mode("sis:1:2")
 
-    encoder = Encoder(bench, 8, between)
-    bench.split.attach(list(encoder.blocks))
-    run_encoder(bench, encoder)
+    encoder = Encoder(bench, between)
+    encoder.run_batch()
     assert encoder.seen == [TOTAL_SMS] * 8
     assert bench.encode() < TOTAL_SMS
     first, second = bench.split.snapshot()["decisions"]
@@ -279,9 +290,8 @@ def test_what_makes_a_running_batch_reconsider() -> None:
 def test_layers_stay_while_nothing_changes(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("sis", reconsider_layers=3)
     bench.decode(32)
-    encoder = Encoder(bench, 8, lambda index: None)
-    bench.split.attach(list(encoder.blocks))
-    run_encoder(bench, encoder)
+    encoder = Encoder(bench, lambda index: None)
+    encoder.run_batch()
     assert len(set(encoder.seen)) == 1
     assert bench.split.snapshot()["num_reconsidered"] == 0
     assert bench.split.snapshot()["num_changes_within_batches"] == 0
@@ -289,7 +299,7 @@ def test_layers_stay_while_nothing_changes(make_bench: Callable[..., Bench]) -> 
     # Outside a batch, as in the warm-up, and in the other modes nothing is chosen.
     encoder(torch.zeros(1))
     bench.split.set_mode("static:32")
-    run_encoder(bench, encoder)
+    encoder.run_batch()
     assert set(encoder.seen[-8:]) == {32}
     bench.split.set_mode("sis")
     assert bench.split.snapshot()["num_reconsidered"] == 0
@@ -299,9 +309,8 @@ def test_layers_stay_while_nothing_changes(make_bench: Callable[..., Bench]) -> 
 def test_a_changed_decode_side_that_is_best_served_as_before_moves_nothing(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("sis", reconsider_layers=1)
     bench.decode(2)
-    encoder = Encoder(bench, 8, lambda index: bench.decode(3 - index % 2))
-    bench.split.attach(list(encoder.blocks))
-    run_encoder(bench, encoder)
+    encoder = Encoder(bench, lambda index: bench.decode(3 - index % 2))
+    encoder.run_batch()
     assert len(set(encoder.seen)) == 1
     assert bench.split.snapshot()["num_reconsidered"] == 7
     assert bench.split.snapshot()["num_changes_within_batches"] == 0
@@ -330,9 +339,8 @@ def test_on_a_gpu_the_host_waits_for_the_block_before_it_decides(
     bench = make_bench("sis", reconsider_layers=2)
     bench.split._device = torch.device("cuda", 0)
     bench.decode(32)
-    encoder = Encoder(bench, 8, lambda index: log.append(f"block {index}"))
-    bench.split.attach(list(encoder.blocks))
-    run_encoder(bench, encoder)
+    encoder = Encoder(bench, lambda index: log.append(f"block {index}"))
+    encoder.run_batch()
     marks = [line for line in log if "timing" not in line]
     assert marks == [
         *("block 0", "block 1", "record mark 0"),
@@ -343,25 +351,24 @@ def test_on_a_gpu_the_host_waits_for_the_block_before_it_decides(
     # A graph that is being captured takes no wait, and its launches belong to no batch's decision.
     log.clear()
     capturing = True
-    run_encoder(bench, encoder)
+    encoder.run_batch()
     assert not [line for line in log if "mark" in line]
 
 
 def test_no_layer_reconsiders_by_default(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("sis")
-    encoder = Encoder(bench, 8, lambda index: bench.decode(32))
-    bench.split.attach(list(encoder.blocks))
-    run_encoder(bench, encoder)
+    encoder = Encoder(bench, lambda index: bench.decode(32))
+    encoder.run_batch()
     assert set(encoder.seen) == {TOTAL_SMS}
     # Until somebody asks for it on the running server.
     bench.split.set_mode("sis:1:4")
     bench.decode(0)
-    run_encoder(bench, encoder)
+    encoder.run_batch()
     assert encoder.seen[8:12] == [TOTAL_SMS] * 4
     assert len(set(encoder.seen[12:])) == 1
     assert encoder.seen[12] < TOTAL_SMS
     bench.split.set_mode("sis:1")
-    run_encoder(bench, encoder)
+    encoder.run_batch()
     assert len(set(encoder.seen[16:])) == 1
 
 
@@ -377,37 +384,21 @@ def test_the_command_line_reaches_the_split(tmp_path: Path) -> None:
 LADDER = DecoderLadder(total_units=TOTAL_SMS, rungs=(36, 52, 68))  # beside 96, 80 and 64 of the simulated rungs
 
 
-def both_bench(make_bench: Callable[..., Bench], tmp_path: Path, mode: str, request: Any) -> Bench:
-    own_board = f"spaceserve-test-own-{id(request)}"
-    bench = make_bench(mode, own_board_name=own_board, ladder_path=tmp_path / "decoder.json")
-    request.addfinalizer(bench.split._in_use.close)
-    bench.own_board = own_board  # type: ignore[attr-defined]
-    return bench
-
-
-def said(bench: Bench) -> tuple[int, bool]:
-    """What the scheduler reads."""
-    with EncoderBoardReader(bench.own_board) as reader:  # type: ignore[attr-defined]
-        state = reader.read()
-    assert state is not None
-    return state.encoder_units, state.decoder_masked
-
-
 def test_both_sides_are_masked_once_the_scheduler_has_its_graphs(
     make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    bench = both_bench(make_bench, tmp_path, "both+sis", request)
+    bench = make_bench("both+sis", ladder_path=tmp_path / "decoder.json")
     no_file = tmp_path / "mode"
     bench.decode(32)
     bench.split.follow(no_file)
-    assert said(bench) == (0, False)
+    assert bench.said() == (0, False)
     assert bench.split.snapshot()["mask_mode"] == "encoder"
     assert "has not said yet" in bench.split.snapshot()["mask_error"]
     with pytest.raises(ValueError, match="has not said yet"):
         bench.split.set_mode("both+static:64")
     LADDER.write(tmp_path / "decoder.json")
     bench.split.follow(no_file)
-    assert said(bench) == (0, True)
+    assert bench.said() == (0, True)
     snapshot = bench.split.snapshot()
     assert (snapshot["mode"], snapshot["mask_mode"]) == ("both+sis", "both")
     assert "mask_error" not in snapshot
@@ -419,25 +410,25 @@ def test_both_sides_are_masked_once_the_scheduler_has_its_graphs(
         assert decision["split"]["decoder_units"] == TOTAL_SMS - units  # what SIS counts on for decode
     # One running server, the modes against each other.
     bench.split.set_mode("sis")
-    assert said(bench) == (0, False)
+    assert bench.said() == (0, False)
     bench.encode()
     assert bench.split.snapshot()["decisions"][-1]["split"]["decoder_units"] == TOTAL_SMS
     bench.split.set_mode("both+static:80")
     assert bench.encode() == 80
-    assert said(bench) == (0, True)
+    assert bench.said() == (0, True)
     with pytest.raises(ValueError, match="leave the encoder 96 at most"):
         bench.split.set_mode("both+static:104")
     with pytest.raises(ValueError, match="leave the encoder 96 at most"):
         bench.split.set_mode("both+static:132")
     assert bench.encode() == 80
     bench.split.set_mode("off")
-    assert said(bench) == (0, False)
+    assert bench.said() == (0, False)
 
 
 def test_where_decode_has_no_graphs_the_encoder_alone_is_masked(
     make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = both_bench(make_bench, tmp_path, "both+static:104", request)
+    bench = make_bench("both+static:104", ladder_path=tmp_path / "decoder.json")
     DecoderLadder(reason="there are no CUDA graphs on the device cpu").write(tmp_path / "decoder.json")
     with caplog.at_level("WARNING"):
         for _ in range(3):
@@ -445,7 +436,7 @@ def test_where_decode_has_no_graphs_the_encoder_alone_is_masked(
     (record,) = [r for r in caplog.records if "Only the encoder" in r.message]
     assert "no CUDA graphs on the device cpu" in record.message
     assert bench.encode() == 104
-    assert said(bench) == (0, False)
+    assert bench.said() == (0, False)
     assert bench.split.snapshot()["mask_mode"] == "encoder"
     with pytest.raises(ValueError, match="no CUDA graphs on the device cpu"):
         bench.split.set_mode("both+sis")
@@ -460,13 +451,13 @@ def test_where_decode_has_no_graphs_the_encoder_alone_is_masked(
 def test_the_scheduler_reads_where_the_batch_runs(
     make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    bench = both_bench(make_bench, tmp_path, "static:64", request)
+    bench = make_bench("static:64")
     with bench.split.for_batch(IMAGE) as timing:
-        assert said(bench)[0] == 0  # its images are still being decoded
+        assert bench.said()[0] == 0  # its images are still being decoded
         timing.start()
-        assert said(bench)[0] == 64
+        assert bench.said()[0] == 64
         timing.stop()
-        assert said(bench)[0] == 0
+        assert bench.said()[0] == 0
 
     def break_down() -> None:
         with bench.split.for_batch(IMAGE) as timing:
@@ -475,22 +466,21 @@ def test_the_scheduler_reads_where_the_batch_runs(
 
     with pytest.raises(RuntimeError, match="broken"):
         break_down()
-    assert said(bench)[0] == 0
+    assert bench.said()[0] == 0
     with bench.split.for_batch(IMAGE):
         pass  # nothing was left to encode
-    assert said(bench)[0] == 0
+    assert bench.said()[0] == 0
     # Between layers.
-    moving = both_bench(make_bench, tmp_path, "sis:1:2", request)
+    moving = make_bench("sis:1:2")
     heard: list[int] = []
 
     def between(index: int) -> None:
         if index == 3:
             moving.decode(32)
-        heard.append(said(moving)[0])
+        heard.append(moving.said()[0])
 
-    encoder = Encoder(moving, 8, between)
-    moving.split.attach(list(encoder.blocks))
-    run_encoder(moving, encoder)
+    encoder = Encoder(moving, between)
+    encoder.run_batch()
     assert heard == encoder.seen
     assert len(set(heard)) == 2
 
@@ -515,7 +505,7 @@ def test_on_a_gpu_a_batch_runs_until_the_device_has_finished_it(
 
     failing = False
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    bench = both_bench(make_bench, tmp_path, "static:64", request)
+    bench = make_bench("static:64")
     bench.split._device = torch.device("cuda", 0)
     waits = []
     for mode in ("static:64", "static:96"):
@@ -523,13 +513,13 @@ def test_on_a_gpu_a_batch_runs_until_the_device_has_finished_it(
         with bench.split.for_batch(IMAGE) as timing:
             timing.start()
             waits.append(timing.stop())
-    assert said(bench)[0] == 64  # the second is launched, the first computes
+    assert bench.said()[0] == 64  # the second is launched, the first computes
     assert waits[0]() == 5.0
-    assert said(bench)[0] == 96
+    assert bench.said()[0] == 96
     failing = True
     with pytest.raises(RuntimeError, match="lost"):
         waits[1]()
-    assert said(bench)[0] == 0
+    assert bench.said()[0] == 0
 
 
 # ---- the routes
@@ -551,21 +541,26 @@ def client(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     return TestClient(app, headers={"Authorization": "Bearer secret"})
 
 
-class Worker(threading.Thread):
-    """Does what the encoder worker's loop does with the split."""
+@contextlib.contextmanager
+def worker(channels: Channels, split: EncoderSplit) -> Iterator[None]:
+    """Does, beside the block, what the encoder worker's loop does with the split."""
+    ended = threading.Event()
 
-    def __init__(self, channels: Channels, split: EncoderSplit) -> None:
-        super().__init__(daemon=True)
-        self._channels, self._split = channels, split
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        path = Path(self._channels.status_file)
-        while not self.ended.wait(0.01):
-            self._split.follow(Path(self._channels.sm_partition_file))
+    def run() -> None:
+        path = Path(channels.status_file)
+        while not ended.wait(0.01):
+            split.follow(Path(channels.sm_partition_file))
             scratch = path.with_suffix(".scratch")
-            scratch.write_text(json.dumps({"epoch": 0, "split": self._split.snapshot()}))
+            scratch.write_text(json.dumps({"epoch": 0, "split": split.snapshot()}))
             scratch.replace(path)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_the_partition_is_changed_over_http(
@@ -574,9 +569,7 @@ def test_the_partition_is_changed_over_http(
     monkeypatch.setattr(status, "TAKEN_OVER_TIMEOUT_S", 10.0)
     assert client.get(status.STATUS_ROUTE).status_code == 503
     bench = make_bench("sis")
-    worker = Worker(channels, bench.split)
-    worker.start()
-    try:
+    with worker(channels, bench.split):
         answer = client.post(status.SM_PARTITION_ROUTE, json={"mode": "static:96"})
         assert answer.status_code == 200, answer.text
         assert answer.json()["static_units"] == 96
@@ -609,9 +602,6 @@ def test_the_partition_is_changed_over_http(
                 pool.map(lambda mode: client.post(status.SM_PARTITION_ROUTE, json={"mode": mode}).status_code, modes)
             )
         assert answers == [200] * 5 + [400]
-    finally:
-        worker.ended.set()
-        worker.join()
 
 
 def test_a_mode_of_the_start_that_was_not_had_is_refused_when_it_is_asked_for(
@@ -620,16 +610,11 @@ def test_a_mode_of_the_start_that_was_not_had_is_refused_when_it_is_asked_for(
     monkeypatch.setattr(status, "TAKEN_OVER_TIMEOUT_S", 10.0)
     path = Path(channels.decoder_sms_file)
     DecoderLadder(reason="capturing the graphs failed").write(path)
-    worker = Worker(channels, make_bench("both+static:80", ladder_path=path).split)
-    worker.start()
-    try:
+    with worker(channels, make_bench("both+static:80", ladder_path=path).split):
         refused = client.post(status.SM_PARTITION_ROUTE, json={"mode": "both+static:80"})
         assert refused.status_code == 400
         assert "capturing the graphs failed" in refused.json()["detail"]
         assert client.post(status.SM_PARTITION_ROUTE, json={"mode": "static:80"}).status_code == 200
-    finally:
-        worker.ended.set()
-        worker.join()
 
 
 def test_the_route_is_guarded_as_sglangs_own_and_a_silent_worker_is_said(client: TestClient) -> None:
