@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from spaceserve.channels import Channels
+from spaceserve.checkpoint_checks import check_model_folder, check_named_model, check_tokenizer
 from spaceserve.config import SpaceServeConfig
 from spaceserve.demo import model_path
 from spaceserve.encoder.process import reason_of
@@ -24,9 +26,8 @@ from spaceserve.start_checks import (
     UsageError,
     check_blocks,
     check_memory,
-    check_model_folder,
-    check_named_model,
     check_port,
+    first_line,
     own_config,
     with_config_file,
 )
@@ -79,6 +80,13 @@ def test_a_wrong_option_is_one_line_and_what_was_meant(
     assert error.value.status == 2
     assert "\n" not in str(error.value)
     assert capsys.readouterr() == ("", "")
+
+
+def test_an_errors_first_line_says_what_is_wrong() -> None:
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError("\nInvalid field 'x':\n    no list\nmore")) == "Invalid field 'x': no list"
+    assert first_line(ValueError("only:")) == "only:"
+    assert first_line(AssertionError()) == ""
 
 
 def test_options_in_the_config_file_count_and_those_of_the_command_line_win(tmp_path: Path) -> None:
@@ -149,7 +157,7 @@ def test_model_folders_that_cannot_be_served_are_refused(tmp_path: Path) -> None
     folder.mkdir()
     with pytest.raises(StartError, match=r"holds no config\.json"):
         check_model_folder(str(folder), "auto")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(StartError, match="is not a folder"):
         check_model_folder(str(folder / "config.json"), "auto")
     with pytest.raises(StartError, match="holds no weights"):
@@ -171,9 +179,50 @@ def test_model_folders_that_cannot_be_served_are_refused(tmp_path: Path) -> None
     check_model_folder("s3://bucket/a/model", "auto")
 
 
+@pytest.mark.parametrize("text", ["[]", '["a"]', "null", "3", '"x"', "{", "", "\x00", "[" * 100_000])
+def test_a_checkpoints_files_that_are_no_json_objects_are_named(text: str, tmp_path: Path) -> None:
+    """In config.json, and in what every process reads beside it."""
+    shutil.copytree(model_path(), tmp_path, dirs_exist_ok=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"):
+        whole = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text)
+        with pytest.raises(StartError, match=f"{tmp_path / name} (holds|is not JSON)") as error:
+            check_named_model(["--model", str(tmp_path)])
+        assert "\n" not in str(error.value)
+        (tmp_path / name).write_text(whole)
+    check_named_model(["--model", str(tmp_path)])
+
+
+def test_a_checkpoint_without_its_tokenizer_or_image_processor_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    shutil.copytree(model_path(), tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model = ["--model-path", str(tmp_path / "model")]
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(StartError, match=f"{tmp_path / 'model'} holds no tokenizer .*--tokenizer-path"):
+        check_named_model(model)
+    check_named_model([*model, "--tokenizer-path", str(tmp_path / "tokenizer")])
+    check_named_model([*model, "--tokenizer-path", "Organisation/of-the-hub"])
+    check_named_model([*model, "--skip-tokenizer-init"])
+    for name in ("vocab.json", "tokenizer.model", "qwen.tiktoken", "tokenization_own.py"):
+        (tmp_path / "model" / name).write_text("{}")
+        check_tokenizer(str(tmp_path / "model"))
+        (tmp_path / "model" / name).unlink()
+    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    with pytest.raises(StartError, match=r"model holds no preprocessor_config\.json"):
+        check_model_folder(str(tmp_path / "model"), "auto")
+    config = tmp_path / "model" / "config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLM"]}')
+    check_model_folder(str(tmp_path / "model"), "auto")
+    for architectures in ('"x"', "[3, null, {}]", "[]", "{}", "null"):
+        config.write_text(f'{{"architectures": {architectures}}}')
+        with pytest.raises(StartError, match=f"{config} names no architectures"):
+            check_model_folder(str(tmp_path / "model"), "auto")
+
+
 @pytest.mark.parametrize("option", ["--model-path", "--model", "--model-pa"])
 def test_the_named_model_is_looked_at_before_sglang_is_imported(option: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(StartError, match="holds no weights"):
         check_named_model(["--port", "1", option, str(tmp_path), "--device", "cpu"])
     with pytest.raises(StartError, match="holds no weights"):

@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from spaceserve.channels import Channels
+from spaceserve.checkpoint_checks import check_model_folder, check_named_model, check_tokenizer
 from spaceserve.config import SpaceServeConfig, option
 from spaceserve.processes import WithEnvironment, may_fork, start_forkserver, start_method_hook, stop_forkserver
 from spaceserve.reaper import Reaper
@@ -26,9 +27,8 @@ from spaceserve.start_checks import (
     check_architecture,
     check_blocks,
     check_memory,
-    check_model_folder,
-    check_named_model,
     check_port,
+    first_line,
     own_config,
     with_config_file,
 )
@@ -97,14 +97,16 @@ def resolve_server_args(namespace: argparse.Namespace) -> ServerArgs:
     )
     try:
         server_args = ServerArgs.from_cli_args(namespace)
-    except (ValueError, OSError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StartError(f"the model in {namespace.model_path} cannot be served: {first_line}") from error
     except AssertionError as error:
         # How SGLang refuses most combinations of arguments; where it has no words for one, the condition says it.
         condition = traceback.extract_tb(error.__traceback__)[-1].line
-        reason = (str(error).strip().splitlines() or [f"it asks for `{condition}`"])[0]
+        reason = first_line(error) or f"it asks for `{condition}`"
         raise UsageError(f"SGLang refuses these options: {reason}; --help lists all") from error
+    except Exception as error:  # whatever a checkpoint's configuration makes SGLang and transformers raise
+        reason = first_line(error) or "no reason given"
+        if not isinstance(error, ValueError | OSError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise StartError(f"the model in {namespace.model_path} cannot be served: {reason}") from error
     for name in ("tp_size", "pp_size", "dp_size", "nnodes"):
         if getattr(server_args, name) < 1:  # SGLang would start no scheduler, and fail over that
             raise UsageError(f"{option(name)} must be at least 1, got {getattr(server_args, name)}")
@@ -342,6 +344,8 @@ def run(argv: list[str]) -> None:
 
         namespace = parse_args(argv)
         check_model_folder(namespace.model_path, namespace.load_format)
+        if not namespace.skip_tokenizer_init:
+            check_tokenizer(namespace.tokenizer_path or namespace.model_path)
         check_port(namespace.host, namespace.port)
         try:
             serve(resolve_server_args(namespace), config, channels, reaper, mps)

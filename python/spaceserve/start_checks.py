@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import glob
 import os
 import shutil
 import socket
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.server_args import ServerArgs
 
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
-
 
 class StartError(Exception):
     """The server cannot start; the message is one line that says what to do. `status`: of the process."""
@@ -33,6 +30,12 @@ class UsageError(StartError):
     """The command line is wrong."""
 
     status = 2
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, and the second where it only announces that; empty without a message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -94,29 +97,20 @@ def with_config_file(argv: list[str]) -> list[str]:
         raise StartError(f"--config {path}: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict):
         raise StartError(f"--config {path} is no mapping of options to values")
-    wanted = {field.name for field in fields(SpaceServeConfig)} | {"model_path", "model", "load_format"}
+    wanted = {field.name for field in fields(SpaceServeConfig)} | {
+        "model_path",
+        "model",
+        "load_format",
+        "tokenizer_path",
+    }
     found: list[str] = []
     for key, value in settings.items():
         name = str(key).replace("-", "_")
         if name in wanted and value is not None:
             found += [option(name), str(value)]
-        elif name == "enable_metrics" and value is True:
-            found.append("--enable-metrics")
+        elif name in ("enable_metrics", "skip_tokenizer_init") and value is True:
+            found.append(option(name))
     return [*found, *argv]
-
-
-def check_named_model(argv: list[str]) -> None:
-    """`check_model_folder` for the model on the command line, before SGLang and all its options are imported.
-
-    Raises:
-        StartError: see there.
-    """
-    parser = OneLineParser(add_help=False)  # abbreviations are allowed, as SGLang allows them
-    parser.add_argument("--model-path", "--model")
-    parser.add_argument("--load-format", default="auto")
-    namespace, _ = parser.parse_known_args(argv)
-    if namespace.model_path is not None:
-        check_model_folder(namespace.model_path, namespace.load_format)
 
 
 def check_memory(config: SpaceServeConfig, *, has_accelerator: bool) -> None:
@@ -164,49 +158,6 @@ def check_blocks(config: SpaceServeConfig, feature_dim: int, dtype: torch.dtype)
                 blocks_in(size_gb, feature_dim, dtype, name)
             except ValueError as error:
                 raise StartError(str(error)) from error
-
-
-def check_model_folder(path: str, load_format: str) -> None:
-    """Look at a checkpoint in a local folder; a name of the Hugging Face hub, or of a remote store, passes.
-
-    Raises:
-        StartError: there is no such folder, it lacks a file that every checkpoint has, or one cannot be read.
-    """
-    advice = "give --model-path a Hugging Face checkpoint"
-    if not os.path.isdir(path):
-        if os.path.exists(path) and not path.endswith(".gguf"):
-            raise StartError(f"{path} is not a folder: {advice}")
-        # The hub's names are `organisation/name`, SGLang's remote ones have a scheme.
-        is_local = path.startswith((os.sep, ".", "~")) or path.count(os.sep) > 1
-        if is_local and "://" not in path and not os.path.exists(path):
-            raise StartError(f"there is no model folder {path}: give --model-path an existing one")
-        return
-    try:
-        names = os.listdir(path)
-        if "config.json" not in names:
-            raise StartError(f"the folder {path} holds no config.json: {advice}")
-        weights = [name for pattern in WEIGHT_PATTERNS for name in glob.glob(pattern, root_dir=path)]
-        if not weights and load_format in ("auto", "safetensors", "pt"):
-            raise StartError(f"the folder {path} holds no weights ({', '.join(WEIGHT_PATTERNS)}): {advice}")
-        for name in ("config.json", *weights):
-            with open(os.path.join(path, name), "rb"):
-                pass
-    except OSError as error:
-        raise StartError(f"the model folder {path} cannot be read ({error.filename}: {error.strerror})") from error
-    for name in weights:
-        if name.endswith(".safetensors"):
-            _check_safetensors(os.path.join(path, name))
-
-
-def _check_safetensors(path: str) -> None:
-    """Raises StartError for a file that was cut off, or is the pointer that Git LFS leaves. Reads its header only."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise StartError(f"the weights {path} cannot be read ({error}): fetch the checkpoint again") from error
 
 
 def check_port(host: str, port: int) -> None:
