@@ -20,7 +20,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +168,30 @@ def one_server(name: str, template: str) -> Arm:
     return Arm(name, (ServerSpec("server", template),), ours=name != "stock")
 
 
+def ask_all(
+    options: argparse.Namespace,
+    url: str,
+    requests: Sequence[TraceRequest],
+    concurrency: int,
+    on_finish: Callable[[RequestRecord], None] | None = None,
+) -> list[RequestRecord]:
+    """Send all requests to the server, ``concurrency`` at a time."""
+    bodies = LazyBodies(requests, api=options.api, model=options.model)
+    job = run_job(
+        url + APIS[options.api],
+        bodies,
+        [0.0] * len(requests),
+        concurrency=concurrency,
+        timeout_s=options.timeout_s,
+        on_finish=on_finish,
+    )
+    return asyncio.run(job)
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     servers.stop_on_sigterm()
     requests = draw_requests(options.requests, options.images, options.side, options.output_len, options.seed)
     sample = sorted(random.Random(f"sample {options.seed}").sample(range(len(requests)), options.sample))
-    path = APIS[options.api]
     result: dict[str, Any] = {
         "environment": describe(REPO),
         "settings": {
@@ -194,19 +213,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 if recorder.answers % 500 == 0:
                     print(f"{recorder.answers} answers", flush=True)
 
-            bodies = LazyBodies(requests, api=options.api, model=options.model)
             begin = time.monotonic()
             with recorder:
-                records = asyncio.run(
-                    run_job(
-                        group[-1].url + path,
-                        bodies,
-                        [0.0] * len(requests),
-                        concurrency=options.concurrency,
-                        timeout_s=options.timeout_s,
-                        on_finish=count,
-                    )
-                )
+                records = ask_all(options, group[-1].url, requests, options.concurrency, count)
             duration_s = time.monotonic() - begin
             metrics_text = servers.http(f"{group[-1].url}/metrics")[1]
         failed = [record for record in records if record.error]
@@ -234,16 +243,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 work_dir=work_dir,
                 start_timeout_s=options.start_timeout_s,
             ) as group:
-                sampled = LazyBodies([requests[i] for i in sample], api=options.api, model=options.model)
-                stock = asyncio.run(
-                    run_job(
-                        group[-1].url + path,
-                        sampled,
-                        [0.0] * len(sample),
-                        concurrency=options.stock_concurrency,
-                        timeout_s=options.timeout_s,
-                    )
-                )
+                sampled = [requests[i] for i in sample]
+                stock = ask_all(options, group[-1].url, sampled, options.stock_concurrency)
             result["against_stock"] = compare(records, stock, sample)
         write_atomic(options.out, json.dumps(result, indent=1) + "\n")
     return result

@@ -221,7 +221,7 @@ class Session:
         bodies = self._warm_bodies[sizes]
         for concurrency in (1, 8):
             url = server.url + APIS[config.api]
-            records = self._client(bodies, [0.0] * len(bodies.spans), url, (concurrency,), 120.0)
+            records = run_client(config.work_dir, bodies, [0.0] * len(bodies.spans), url, (concurrency,), 120.0)
             problem = next((record.error for record in records if record.error), "")
             if problem:
                 raise servers.ServerFailed(f"warm-up for {job.workload.name} failed: {problem}\n{server.tail()}")
@@ -241,9 +241,8 @@ class Session:
         duration_s = 120.0 if job.trace.concurrency else job.trace.duration_s
         timeout_s = max(5.0, min(duration_s + config.drain_s, left_s - 5.0))
         others = servers.OtherWork([*group, *idle])
-        records = self._client(
-            job.bodies, [r.arrival_s for r in job.trace.requests], url, (job.trace.concurrency,), timeout_s
-        )
+        arrivals_s = [request.arrival_s for request in job.trace.requests]
+        records = run_client(config.work_dir, job.bodies, arrivals_s, url, (job.trace.concurrency,), timeout_s)
         elsewhere = others.mean_cores()
         alive = all(member.process.poll() is None for member in group)
         result = {
@@ -261,16 +260,6 @@ class Session:
             raise servers.ServerFailed(f"nothing was answered in {job.workload.name}\n{server.tail()}")
         servers.flush(server.url)
         return result
-
-    def _client(
-        self,
-        bodies: BodyFile,
-        arrivals_s: Sequence[float],
-        url: str,
-        concurrencies: Sequence[int | None],
-        timeout_s: float,
-    ) -> list[RequestRecord]:
-        return run_client(self.config.work_dir, bodies, arrivals_s, url, concurrencies, timeout_s)
 
     def _store(self, job: Job, session_id: str, environment: dict[str, Any]) -> None:
         """Write the slice; it counts as done when every arm ran, and as failed when one could not."""
