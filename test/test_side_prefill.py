@@ -264,9 +264,9 @@ def test_decode_steps_run_between_the_layers_of_a_prefill(scheduler: Scheduler) 
     assert "process result of prefill" not in log
 
 
+# Without overlap a step ends where it is launched.
+@pytest.mark.parametrize("scheduler", [True], ids=["overlap"], indirect=True)
 def test_a_step_between_layers_is_launched_when_the_one_before_has_ended(scheduler: Scheduler) -> None:
-    if not scheduler.enable_overlap:
-        pytest.skip("without overlap a step ends where it is launched")
     results = layered(scheduler, 8)
     scheduler.running_batch = Batch([Req("a")], False)
     passes(scheduler)
