@@ -30,23 +30,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
-import requests
 
 import dummy_model
-from answers import message, picture_url
+from mpsfaults.load import BURST, Burst, Json, Load, ask_image, image_body
+from mpsfaults.watched import CONTROL, MPS_SERVER, Watched
 from servebench import servers
 from servebench.arms import OURS, ServerSpec
 from servebench.environment import describe, scrub
 from servebench.results import write_atomic
 
 REPO = Path(__file__).resolve().parent.parent
-CONTROL = "nvidia-cuda-mps-control"
-MPS_SERVER = "nvidia-cuda-mps-server"
 # Where the server looks for the control program besides the PATH.
 OTHER_CONTROL = Path("/usr/local/nvidia/bin") / CONTROL
 SHAPE = "qwen2-vl-2b"
@@ -56,248 +52,12 @@ FLAGS = (
 )
 LOST_LINE = "every GPU context on it is lost"
 NO_MPS_LINE = "MPS does not run"
-NUM_STREAMS = 4
-STREAM_TOKENS = 512
-BURST = 8  # images of BURST_SIDE x BURST_SIDE, some 0.2 s of encoder each
-ANSWER_TIMEOUT_S = 60.0
 RESTART_TIMEOUT_S = 45.0
 AFTER_TIMEOUT_S = 30.0  # for answers once a worker is up again
 LOST_RESERVE_S = 25.0  # of the budget is kept for the part lost
 DEATH_TIMEOUT_S = 30.0
 CLEAN_UP_TIMEOUT_S = 20.0
 LEFTOVER_PATTERNS = (("/dev/shm", "*"), (tempfile.gettempdir(), "spaceserve-*"), ("/tmp", "spaceserve-*"))
-
-Json = dict[str, Any]
-
-
-class Load:
-    """Text answers that stream and an image that is asked for again and again, from threads, until it is closed."""
-
-    def __init__(self, url: str, image_side: int, num_streams: int = NUM_STREAMS) -> None:
-        self._url = url
-        self._image_side = image_side
-        self._stopping = threading.Event()
-        self.tokens: list[list[float]] = [[] for _ in range(num_streams)]
-        self.images: list[Json] = []
-        self.errors: list[tuple[float, str]] = []
-        targets: list[Callable[[], None]] = [self._make_stream(i) for i in range(num_streams)]
-        self._threads = [threading.Thread(target=target, daemon=True) for target in [*targets, self._ask_images]]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        end = time.monotonic() + 5.0
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, end - time.monotonic()))
-
-    def _failed(self, what: str) -> None:
-        if not self._stopping.is_set():
-            self.errors.append((time.monotonic(), what[:300]))
-            self._stopping.wait(0.2)
-
-    def _make_stream(self, index: int) -> Callable[[], None]:
-        def loop() -> None:
-            number = 0
-            while not self._stopping.is_set():
-                number += 1
-                try:
-                    self._stream(index, f"Stream {index}, answer {number}: tell a long story.")
-                except (requests.RequestException, ValueError) as error:
-                    self._failed(f"stream {index}: {type(error).__name__}: {error}")
-
-        return loop
-
-    def _stream(self, index: int, text: str) -> None:
-        sampling = {"max_new_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
-        body: Json = {"text": text, "sampling_params": sampling, "stream": True}
-        count = 0
-        with requests.post(f"{self._url}/generate", json=body, stream=True, timeout=(5, 30)) as response:
-            if response.status_code != 200:
-                raise ValueError(f"HTTP {response.status_code}")
-            for line in response.iter_lines(chunk_size=65536):
-                if self._stopping.is_set():
-                    return
-                if not line.startswith(b"data:") or line == b"data: [DONE]":
-                    continue
-                event = json.loads(line[5:])
-                if "error" in event:
-                    raise ValueError(str(event["error"]))
-                self.tokens[index].append(time.monotonic())
-                count = event["meta_info"]["completion_tokens"]
-        if count < STREAM_TOKENS and not self._stopping.is_set():
-            raise ValueError(f"the answer ended after {count} of {STREAM_TOKENS} tokens")
-
-    def _ask_images(self) -> None:
-        seed = 1_000_000
-        while not self._stopping.wait(0.3):
-            seed += 1
-            row = ask_image(self._url, image_body(seed, self._image_side))
-            if not self._stopping.is_set():
-                self.images.append(row)
-
-    def between(self, begin: float, end: float) -> Json:
-        """What the load saw from `begin` to `end` (seconds of the monotonic clock)."""
-        pauses = []
-        for times in self.tokens:
-            inside = [begin, *(at for at in times if begin <= at <= end), end]
-            pauses.append(max(b - a for a, b in pairwise(inside)))
-        images = [row for row in self.images if begin <= row["end"] and row["begin"] <= end]
-        return {
-            "seconds": round(end - begin, 2),
-            "stream_tokens": sum(begin <= at <= end for times in self.tokens for at in times),
-            "longest_pause_s": round(max(pauses, default=0.0), 3),
-            "stream_errors": [text for at, text in list(self.errors) if begin <= at <= end],
-            "images_answered": sum(row["status"] == 200 for row in images),
-            "image_errors": [row["error"] for row in images if row["status"] != 200],
-        }
-
-
-def image_body(seed: int, side: int) -> bytes:
-    """A request with an image that was never sent before."""
-    body = {
-        "model": "m",
-        "messages": message("What is this?", picture_url(seed, side, side)),
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    return json.dumps(body).encode()
-
-
-def ask_image(url: str, body: bytes, timeout_s: float = ANSWER_TIMEOUT_S) -> Json:
-    """The answer to one request: HTTP status (0: none), seconds, and the clock's begin and end."""
-    begin = time.monotonic()
-    error = ""
-    try:
-        response = requests.post(
-            f"{url}/v1/chat/completions",
-            data=body,
-            headers={"Content-Type": "application/json"},
-            timeout=timeout_s,
-        )
-        status = response.status_code
-        if status != 200:
-            error = f"HTTP {status}: {response.text[:200]}"
-    except requests.RequestException as exception:
-        status, error = 0, f"{type(exception).__name__}: {exception}"[:300]
-    end = time.monotonic()
-    return {"status": status, "error": error, "seconds": round(end - begin, 2), "begin": begin, "end": end}
-
-
-class Burst:
-    """Large images asked for at once, so that the encoder is at work for a second or more."""
-
-    def __init__(self, url: str, first_seed: int, side: int, count: int = BURST) -> None:
-        self.rows: list[Json] = []
-        # Drawn before the first is sent: a large PNG takes a while.
-        bodies = [image_body(first_seed + i, side) for i in range(count)]
-
-        def ask(body: bytes) -> None:
-            self.rows.append(ask_image(url, body))
-
-        self._threads = [threading.Thread(target=ask, args=(body,), daemon=True) for body in bodies]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self, timeout_s: float) -> list[Json]:
-        """The answers that came within `timeout_s`."""
-        end = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, end - time.monotonic()))
-        return list(self.rows)
-
-
-class Watched:
-    """A server under test: its status page and the processes that a fault is aimed at."""
-
-    def __init__(self, server: servers.Server, folder: Path) -> None:
-        self.server = server
-        self.folder = folder
-        self.pids: dict[int, float] = {}  # with their start times, so that a later process is not taken for one
-
-    @property
-    def url(self) -> str:
-        return self.server.url
-
-    def is_up(self) -> bool:
-        return self.server.process.poll() is None
-
-    def note_processes(self) -> None:
-        """Remember every process of the server's, to know afterwards which are left."""
-        for process in [*self.server.family(), *self.mps_processes(CONTROL), *self.mps_processes(MPS_SERVER)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.pids[process.pid] = process.create_time()
-
-    def left_processes(self) -> list[str]:
-        """Those that were remembered, or are MPS processes of this server, and still run."""
-        found = {process.pid: process for process in self.mps_processes(CONTROL) + self.mps_processes(MPS_SERVER)}
-        for pid, created in self.pids.items():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
-                    found[pid] = process
-        names = []
-        for process in found.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                names.append(servers.title(process))
-        return names
-
-    def status(self) -> Json:
-        code, text = servers.http(f"{self.url}/spaceserve/status", timeout_s=5)
-        found: Json = json.loads(text) if code == 200 else {}
-        return found
-
-    def metric(self, name: str) -> float | None:
-        """Value of a metric, summed over its labels; None where it is not exported."""
-        lines = servers.http(f"{self.url}/metrics", timeout_s=5)[1].splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-        return sum(values) if values else None
-
-    def encoder(self) -> psutil.Process | None:
-        for process in self.server.family():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if "spaceserve::encoder" in " ".join(process.cmdline()):
-                    return process
-        return None
-
-    def mps_processes(self, program: str) -> list[psutil.Process]:
-        """Running MPS processes of this server: by their pipe directory, the daemon's pid file, or the status page."""
-        mark = f"CUDA_MPS_PIPE_DIRECTORY={self.folder}".encode()
-        named: set[int] = set()
-        if program == CONTROL:
-            for file in self.folder.glob(f"spaceserve-mps-*/pipe/{CONTROL}.pid"):
-                with contextlib.suppress(OSError, ValueError):
-                    named.add(int(file.read_text().strip()))
-        elif self.is_up():
-            named.update((self.status().get("mps") or {}).get("servers", []))
-        found = []
-        for process in psutil.process_iter():
-            try:
-                command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-                if not any(part.endswith(program.encode()) for part in command):
-                    continue
-                if program == CONTROL and b"-d" not in command:  # only asks the daemon something
-                    continue
-                is_own = process.pid in named or mark in Path(f"/proc/{process.pid}/environ").read_bytes()
-                if is_own and servers._alive(process):
-                    found.append(process)
-            except OSError:
-                continue
-        return found
-
-    def lines_with(self, text: str) -> list[str]:
-        lines = self.server.log.read_text(errors="replace").splitlines()
-        return [scrub(line)[:300] for line in lines if text in line]
-
-    def trouble(self) -> Json:
-        """For a part that went wrong: exit status, if it has ended, and the last lines that look like an error."""
-        lines = self.server.log.read_text(errors="replace").splitlines()
-        errors = [scrub(line)[:240] for line in lines if "rror" in line or "MPS" in line]
-        return {"exit_status": self.server.process.poll(), "log": errors[-25:]}
 
 
 class Faults:
@@ -471,7 +231,7 @@ class Faults:
                 victim.kill()
             ended = self.wait(lambda: not watched.is_up(), DEATH_TIMEOUT_S, poll_s=0.02)
             end_s = time.monotonic() - begin
-            load._stopping.set()
+            load.stop()
         self.wait(lambda: not watched.left_processes(), CLEAN_UP_TIMEOUT_S)
         lines = watched.lines_with(LOST_LINE)
         part: Json = {
@@ -543,7 +303,7 @@ class Faults:
                     self.note(name, {"ok": False, "error": "not run: the budget was spent"})
                 else:
                     self.note(name, guarded(part))
-            load._stopping.set()
+            load.stop()
 
     def run(self) -> None:
         options = self.options

@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 import mps_faults
+from mpsfaults.load import Load
+from mpsfaults.watched import CONTROL, MPS_SERVER, Watched
 from servebench import servers
 from servebench.arms import ServerSpec
 
@@ -84,7 +86,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 @contextlib.contextmanager
-def standing_in(tmp_path: Path, manner: str) -> Iterator[tuple[mps_faults.Faults, mps_faults.Watched]]:
+def standing_in(tmp_path: Path, manner: str) -> Iterator[tuple[mps_faults.Faults, Watched]]:
     options = argparse.Namespace(out=tmp_path / "out", budget_s=30.0, ours_flags="", burst_side=56)
     options.out.mkdir()
     folder = tmp_path / "served"
@@ -93,12 +95,12 @@ def standing_in(tmp_path: Path, manner: str) -> Iterator[tuple[mps_faults.Faults
     spec = ServerSpec("server", f"{{python}} {script} {folder} {{port}} {manner}")
     (port,) = servers.free_ports(1)
     server = servers.start_server(spec, tmp_path / "log", port, {}, {"model": "m", "port": str(port)})
-    watched = mps_faults.Watched(server, folder)
+    watched = Watched(server, folder)
     faults = mps_faults.Faults(options, tmp_path)
     faults.all["served"] = watched
     try:
         server.wait_ready(time.monotonic() + 20)
-        assert faults.wait(lambda: bool(watched.mps_processes(mps_faults.MPS_SERVER)), 5)
+        assert faults.wait(lambda: bool(watched.mps_processes(MPS_SERVER)), 5)
         yield faults, watched
     finally:
         watched.note_processes()
@@ -109,8 +111,8 @@ def standing_in(tmp_path: Path, manner: str) -> Iterator[tuple[mps_faults.Faults
 
 
 def test_a_control_daemon_that_is_started_again(tmp_path: Path) -> None:
-    with standing_in(tmp_path, "faithful") as (faults, watched), mps_faults.Load(watched.url, 56) as load:
-        (before,) = watched.mps_processes(mps_faults.CONTROL)
+    with standing_in(tmp_path, "faithful") as (faults, watched), Load(watched.url, 56) as load:
+        (before,) = watched.mps_processes(CONTROL)
         part = faults.kill_control(watched, load)
         assert part["ok"], part
         assert part["restarts_metric"] == 1
@@ -133,7 +135,7 @@ def test_a_lost_mps_server_must_end_the_server_with_its_reason(
 
 
 def test_what_the_load_saw_is_counted_within_the_window() -> None:
-    load = mps_faults.Load("http://127.0.0.1:1", 56, num_streams=2)
+    load = Load("http://127.0.0.1:1", 56, num_streams=2)
     load.tokens = [[1.0, 2.0, 3.0, 9.0], [1.5, 2.5, 3.5]]
     load.images = [{"begin": 1.0, "end": 2.0, "status": 200, "error": ""}, {"begin": 8.0, "end": 9.0, "status": 0}]
     load.errors = [(0.5, "before"), (2.2, "inside")]
@@ -149,13 +151,13 @@ def test_the_control_program_is_hidden_and_others_of_its_folder_are_not(
 ) -> None:
     folder = tmp_path / "real"
     folder.mkdir()
-    for name in (mps_faults.CONTROL, "other"):
+    for name in (CONTROL, "other"):
         (folder / name).write_text("#!/bin/sh\necho here\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setattr(mps_faults, "OTHER_CONTROL", tmp_path / "none")
     env, _ = mps_faults.environment_without_mps(tmp_path / "bin")
-    command = f"other && ! command -v {mps_faults.CONTROL}"
+    command = f"other && ! command -v {CONTROL}"
     assert subprocess.run(["sh", "-c", command], env=env, capture_output=True, check=True).stdout == b"here\n"
     monkeypatch.setattr(mps_faults, "OTHER_CONTROL", Path(sys.executable))
     assert "CUDA_MPS_PIPE_DIRECTORY" in mps_faults.environment_without_mps(tmp_path / "bin2")[0]
