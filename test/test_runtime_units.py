@@ -31,7 +31,7 @@ from spaceserve.launch_server import parse_args, resolve_server_args, split_obst
 from spaceserve.messages import ImageSource
 from spaceserve.processes import WithEnvironment
 from spaceserve.slab import Slab, SlabHandle, _open_cuda_ipc
-from spaceserve.start_checks import StartError, UsageError
+from spaceserve.start_checks import DEFAULT_HOST, DEFAULT_PORT, StartError, UsageError
 
 pytestmark = pytest.mark.cpu
 
@@ -377,6 +377,11 @@ def test_our_options_make_none_of_sglangs_ambiguous(argument: str) -> None:
     namespace = parse_args(["--model-path", "somewhere", argument, "2", "--tpot-target-ms", "20"])
     assert namespace.tp_size == 2
     assert namespace.tpot_target_ms == 20
+
+
+def test_sglang_listens_by_default_where_it_is_looked_before() -> None:
+    namespace = parse_args(["--model-path", "somewhere"])
+    assert (namespace.host, namespace.port) == (DEFAULT_HOST, DEFAULT_PORT)
 
 
 def test_our_options_are_not_abbreviated() -> None:

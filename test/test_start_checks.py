@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from spaceserve.start_checks import (
     UsageError,
     check_blocks,
     check_memory,
+    check_named_port,
     check_port,
     first_line,
     own_config,
@@ -98,6 +100,9 @@ def test_options_in_the_config_file_count_and_those_of_the_command_line_win(tmp_
     assert (config.encoder_window_ms, config.sm_partition) == (7, "off")
     assert "--enable-metrics" in merged
     assert "--max-total-tokens" not in merged, "SGLang's own are merged by SGLang"
+    file.write_text("port: 99999\n")
+    with pytest.raises(StartError, match="--port 99999"):
+        check_named_port(with_config_file(["--config", str(file)]))
     file.write_text("encoder-feature-cache-gb: -3\n")
     with pytest.raises(StartError, match="--encoder-feature-cache-gb"):
         own_config(with_config_file(["--config", str(file)]))
@@ -116,6 +121,40 @@ def test_addresses_at_which_nothing_can_listen() -> None:
             check_port("127.0.0.1", port)
     with pytest.raises(StartError, match=r"--host 256.1.1.1: "):
         check_port("256.1.1.1", 30000)
+
+
+@pytest.mark.parametrize("reuse", [None, socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", ""])
+def test_a_port_in_use_is_found_before_sglang_is_imported(reuse: int | None, host: str) -> None:
+    with socket.socket() as taken:
+        if reuse is not None:
+            taken.setsockopt(socket.SOL_SOCKET, reuse, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for arguments in (["--port", str(port)], [f"--port={port}"], ["--por", str(port)]):
+            with pytest.raises(StartError, match=f"cannot listen on .*:{port} .*choose another --port"):
+                check_named_port(["--model", "x", "--host", host, *arguments])
+
+
+def test_a_connection_that_lingers_is_no_obstacle() -> None:
+    """What closes first waits for stray packets of the connection, and keeps the port's number meanwhile."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            listener.accept()[0].close()
+            assert client.recv(1) == b""
+    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
+        strict.bind(("127.0.0.1", port))
+    check_named_port(["--port", str(port)])
+
+
+def test_a_port_that_is_no_number_is_named_early() -> None:
+    with pytest.raises(UsageError, match="argument --port: invalid int value: 'http'"):
+        check_named_port(["--port", "http"])
 
 
 @pytest.mark.parametrize(

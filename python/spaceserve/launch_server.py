@@ -27,6 +27,7 @@ from spaceserve.start_checks import (
     check_architecture,
     check_blocks,
     check_memory,
+    check_named_port,
     check_port,
     first_line,
     own_config,
@@ -326,6 +327,7 @@ def run(argv: list[str]) -> None:
     with_file = with_config_file(argv)
     config = own_config(with_file)
     check_memory(config, has_accelerator=not may_fork())
+    check_named_port(with_file)
     check_named_model(with_file)
     with ExitStack() as stack:
         channels = Channels.create(dp_size=1)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.server_args import ServerArgs
 
+# SGLang's, when the command line names none.
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 30000
+
 
 class StartError(Exception):
     """The server cannot start; the message is one line that says what to do. `status`: of the process."""
@@ -98,6 +102,8 @@ def with_config_file(argv: list[str]) -> list[str]:
     if not isinstance(settings, dict):
         raise StartError(f"--config {path} is no mapping of options to values")
     wanted = {field.name for field in fields(SpaceServeConfig)} | {
+        "host",
+        "port",
         "model_path",
         "model",
         "load_format",
@@ -160,12 +166,27 @@ def check_blocks(config: SpaceServeConfig, feature_dim: int, dtype: torch.dtype)
                 raise StartError(str(error)) from error
 
 
+def check_named_port(argv: list[str]) -> None:
+    """`check_port` for the address on the command line, before SGLang and all its options are imported.
+
+    Raises:
+        StartError: see there.
+        UsageError: the port is no whole number.
+    """
+    parser = OneLineParser(add_help=False)  # abbreviations are allowed, as SGLang allows them
+    parser.add_argument("--host", default=DEFAULT_HOST)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    namespace, _ = parser.parse_known_args(argv)
+    check_port(namespace.host, namespace.port)
+
+
 def check_port(host: str, port: int) -> None:
     """Raises StartError where nothing can listen at that address."""
     if not 0 < port < 1 << 16:
         raise StartError(f"--port {port}: ports are 1 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As the server will: connections that linger from the last one are no obstacle, whoever listens is.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
