@@ -448,6 +448,21 @@ def test_where_decode_has_no_graphs_the_encoder_alone_is_masked(
     assert make_bench("both+sis", ladder_path=tmp_path / "decoder.json").split.snapshot()["mask_mode"] == "both"
 
 
+def test_auto_asks_for_decodes_groups_too_where_it_means_off(
+    make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    bench = make_bench("off", ladder_path=tmp_path / "decoder.json")
+    DecoderLadder(reason="decode has no CUDA graphs for groups of SMs").write(tmp_path / "decoder.json")
+    for mode in ("both+auto", "both+sis", "both+static:64"):
+        with pytest.raises(ValueError, match="decode has no CUDA graphs for groups of SMs"):
+            bench.split.set_mode(mode)
+    bench.split.set_mode("auto")
+    # At the start it is no reason to end, as with the others.
+    snapshot = make_bench("both+auto", ladder_path=tmp_path / "decoder.json").split.snapshot()
+    assert snapshot["mode"] == "both+auto"
+    assert "decode has no CUDA graphs" in snapshot["mask_error"]
+
+
 def test_the_scheduler_reads_where_the_batch_runs(
     make_bench: Callable[..., Bench], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

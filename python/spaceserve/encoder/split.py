@@ -283,12 +283,12 @@ class EncoderSplit:
             found: dict[str, Any] = {"mode": mode.name, "partition": "none"}
             if self._mode_error is not None:
                 found["mode_error"] = self._mode_error
+            if mode.mask_error is not None:
+                found["mask_error"] = mode.mask_error
             if mode.partitioner is None:
                 return found
             found["partition"] = mode.partitioner.describe()
             found["mask_mode"] = mode.mask_mode
-            if mode.mask_error is not None:
-                found["mask_error"] = mode.mask_error
             if mode.static_units is not None:
                 found["static_units"] = mode.static_units
                 return found

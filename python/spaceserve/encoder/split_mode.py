@@ -122,6 +122,8 @@ class SplitModes:
             kind = "sis" if self._device.type == "cuda" else "off"
         layers = self._reconsider_layers if asked.reconsider_layers is None else asked.reconsider_layers
         if kind == "off":
+            if asked.mask_mode == "both":  # `both+auto` on the CPU
+                ladder.check(0)
             return SplitMode(name=name, reconsider_layers=layers)
         partitioner = self._made_partitioner()
         num_sms = asked.num_sms
