@@ -632,6 +632,16 @@ def test_a_mode_of_the_start_that_was_not_had_is_refused_when_it_is_asked_for(
         assert client.post(status.SM_PARTITION_ROUTE, json={"mode": "static:80"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"off", b"{", b"[]", b'"off"', b"null", b"{}", b'{"Mode": "off"}', b'{"mode": 3}', b"\xff", b"[" * 9999],
+)
+def test_a_body_that_names_no_mode_is_told_what_is_expected(client: TestClient, body: bytes) -> None:
+    answer = client.post(status.SM_PARTITION_ROUTE, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json() == {"detail": 'the body must be a JSON object with a mode, as {"mode": "static:64"}'}
+
+
 def test_the_route_is_guarded_as_sglangs_own_and_a_silent_worker_is_said(client: TestClient) -> None:
     bare = {"Authorization": "Bearer wrong"}
     assert client.post(status.SM_PARTITION_ROUTE, json={"mode": "off"}, headers=bare).status_code == 401

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fastapi import HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
+
 from spaceserve.channels import Channels
 from spaceserve.config import SmPartition
 
@@ -67,6 +70,22 @@ def set_sm_partition(channels: Channels, mode: str) -> dict[str, Any]:
         return _hand_over(channels, mode)
 
 
+def mode_in(body: bytes) -> str:
+    """The mode that the body of a request asks for.
+
+    Raises:
+        SmPartitionRefused: it is not what it must be (400).
+    """
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):  # also what is no UTF-8
+        found = None
+    mode = found.get("mode") if isinstance(found, dict) else None
+    if not isinstance(mode, str):
+        raise SmPartitionRefused(400, 'the body must be a JSON object with a mode, as {"mode": "static:64"}')
+    return mode
+
+
 def _hand_over(channels: Channels, mode: str) -> dict[str, Any]:
     path = Path(channels.sm_partition_file)
     before = path.read_text() if path.exists() else None
@@ -94,7 +113,6 @@ def _write(path: Path, mode: str) -> None:
 
 def add_status_routes(channels: Channels, mps: Callable[[], dict[str, Any]] = dict) -> None:
     """Add the pages to SGLang's HTTP server of this process. `mps`: state of the Multi-Process Service, if any."""
-    from fastapi import Body, HTTPException
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -105,9 +123,10 @@ def add_status_routes(channels: Channels, mps: Callable[[], dict[str, Any]] = di
         return {**found, "decoder": read_decoder(channels), "mps": mps()}
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    def sm_partition(mode: str = Body(embed=True)) -> dict[str, Any]:
+    async def sm_partition(request: Request) -> dict[str, Any]:
+        # The body is read here: what FastAPI and SGLang say of one that is malformed names lines of our source.
         try:
-            return set_sm_partition(channels, mode)
+            return await run_in_threadpool(set_sm_partition, channels, mode_in(await request.body()))
         except SmPartitionRefused as error:
             raise HTTPException(error.status, str(error)) from error
 
