@@ -9,13 +9,12 @@ write on streams of their own and wait for `last_copy`.
 from __future__ import annotations
 
 import logging
-import os
-import queue
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from spaceserve.encoder.polled_queue import PolledQueue
 from spaceserve.feature_store.store import Ticket
 from spaceserve.slab import Slab
 
@@ -58,8 +57,8 @@ class HostTier:
                 ) from error
         self._stream = torch.cuda.Stream(rows.device) if self._on_gpu else None
         self._completion_thread = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
-        self._restored: queue.SimpleQueue[tuple[bytes, bool]] = queue.SimpleQueue()
-        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._restored: PolledQueue[tuple[bytes, bool]] = PolledQueue()
+        self.wakeup_fd = self._restored.wakeup_fd
         self.last_copy: torch.cuda.Event | None = None
 
     @property
@@ -77,25 +76,16 @@ class HostTier:
             event = self._copy(self._view(ticket), self._rows[host_row : host_row + ticket.num_tokens])
         except RuntimeError:
             logger.exception("Features could not be copied back from host memory")
-            self._finish(ticket.key, False)
+            self._restored.put((ticket.key, False))
             return
         if event is None:
-            self._finish(ticket.key, True)
+            self._restored.put((ticket.key, True))
         else:
             self._completion_thread.submit(self._wait, ticket.key, event)
 
     def take_restored(self) -> list[tuple[bytes, bool]]:
         """Keys whose copy back has ended since the last call, and whether the features are there."""
-        try:
-            os.eventfd_read(self.wakeup_fd)
-        except BlockingIOError:
-            return []
-        ended = []
-        while True:
-            try:
-                ended.append(self._restored.get_nowait())
-            except queue.Empty:
-                return ended
+        return self._restored.take_all()
 
     def close(self) -> None:
         """Stop the thread."""
@@ -120,10 +110,6 @@ class HostTier:
             event.synchronize()
         except RuntimeError:
             logger.exception("Features could not be copied back from host memory")
-            self._finish(key, False)
+            self._restored.put((key, False))
             return
-        self._finish(key, True)
-
-    def _finish(self, key: bytes, copied: bool) -> None:
-        self._restored.put((key, copied))
-        os.eventfd_write(self.wakeup_fd, 1)
+        self._restored.put((key, True))

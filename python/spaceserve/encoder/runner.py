@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spaceserve.encoder.polled_queue import PolledQueue
 from spaceserve.encoder.preprocess import BadImage, Preprocessor, decode, decode_video
 from spaceserve.feature_store.store import Ticket
 from spaceserve.messages import ImageSource
@@ -82,8 +81,8 @@ class BatchRunner:
         self._encode_thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
         self._completion_thread = ThreadPoolExecutor(1, thread_name_prefix="completion")
         self._prepared: dict[bytes, Future[Prepared]] = {}
-        self._finished: queue.SimpleQueue[Batch] = queue.SimpleQueue()
-        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._finished: PolledQueue[Batch] = PolledQueue()
+        self.wakeup_fd = self._finished.wakeup_fd
 
     # ---- preprocessing
 
@@ -129,20 +128,10 @@ class BatchRunner:
 
     def take_finished(self) -> list[Batch]:
         """Batches that have finished since the last call, their features in the slab."""
-        try:
-            os.eventfd_read(self.wakeup_fd)
-        except BlockingIOError:
-            return []
-        finished = []
-        while True:
-            try:
-                finished.append(self._finished.get_nowait())
-            except queue.Empty:
-                return finished
+        return self._finished.take_all()
 
     def _finish(self, batch: Batch) -> None:
         self._finished.put(batch)
-        os.eventfd_write(self.wakeup_fd, 1)
 
     def _run(self, batch: Batch, futures: dict[bytes, Future[Prepared]], after: torch.cuda.Event | None) -> None:
         try:
