@@ -205,6 +205,7 @@ def _serve_split(
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     from spaceserve.encoder.supervisor import EncoderSupervisor
+    from spaceserve.frontend import cancelled_log
     from spaceserve.frontend.admission import Admission, admission_hooks
     from spaceserve.hooks import install
     from spaceserve.partition.mps_supervisor import MpsMetrics, MpsSupervisor
@@ -234,6 +235,7 @@ def _serve_split(
         if mps_supervisor is not None:
             hooks.append(_failed_process_hook(mps_supervisor))
         install(hooks)
+        cancelled_log.install()
         add_status_routes(channels, dict if mps_supervisor is None else mps_supervisor.snapshot)
         launch_server(
             server_args,
