@@ -30,7 +30,7 @@ from spaceserve.skinny_gemm.tiling import MAX_BATCH, TILES, Product, Tile, produ
 GROUPS = (64, 48, 40, 32, 24)
 COLD_BYTES = 256 << 20
 # Not among those that a server tries: to see whether one of them should be.
-MORE_TILES = (Tile(128, 128, 6), Tile(256, 64, 6), Tile(64, 64, 16), Tile(128, 128, 5, warps=8))
+MORE_TILES = (Tile(128, 128, 5), Tile(128, 128, 6, warps=8), Tile(256, 64, 5), Tile(64, 128, 8), Tile(128, 64, 10))
 
 
 def streams_of(partitioner: Any) -> dict[int, Any]:
@@ -55,6 +55,8 @@ def measure(
     for tile in (None, *TILES, *MORE_TILES):
         if time.monotonic() > end_s:
             break
+        if tile is not None and not tile.fits(batch):
+            continue
         row: dict[str, Any] = {"product": name, "n": made.n, "k": made.k, "parts": made.parts, "batch": batch}
         row |= {"kernel": "cuBLAS" if tile is None else str(tile), "ms": {}, "gb_per_s": {}, "wrong": [], "bits": []}
         bits: torch.Tensor | None = None

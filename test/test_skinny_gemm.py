@@ -23,7 +23,16 @@ from spaceserve.skinny_gemm import kernel, linears
 from spaceserve.skinny_gemm.choice import Measured, agrees, choose
 from spaceserve.skinny_gemm.kernel import Workspace
 from spaceserve.skinny_gemm.linears import SkinnyLinears, linears_of
-from spaceserve.skinny_gemm.tiling import BATCHES, MAX_BATCH, TILES, Product, Tile, batch_rows, product
+from spaceserve.skinny_gemm.tiling import (
+    BATCHES,
+    MAX_BATCH,
+    SHARED_BYTES_BESIDE_STAGES,
+    TILES,
+    Product,
+    Tile,
+    batch_rows,
+    product,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -34,8 +43,6 @@ SHAPES = [
     (2560, 2048), (2048, 2048), (22016, 2048), (2048, 11008),
     (7168, 5120), (5120, 5120), (55296, 5120), (5120, 27648),
 ]  # fmt: skip
-# Of Hopper: 228 KiB, of which each block leaves 1 KiB to the system.
-SHARED_BYTES_PER_SM = 228 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +70,10 @@ def test_products_are_cut_into_equal_parts_for_any_tile(n: int, k: int) -> None:
     # Of 132 blocks with as many units each as can be, none waits for more than a fifth of the longest one's time; small
     # products are over before that matters.
     units = TILES[1].units(found)
-    assert n * k < 12e6 or units / 132 / -(-units // 132) > 0.8
+    assert n * k < 20e6 or units / 132 / -(-units // 132) > 0.8
 
 
-@pytest.mark.parametrize(("n", "k"), [(3584, 3590), (3584, 0), (32, 3584), (3588 + 2, 3584)])
+@pytest.mark.parametrize(("n", "k"), [(3584, 3712), (3584, 0), (32, 3584), (3588 + 2, 3584)])
 def test_other_products_are_left_to_cublas(n: int, k: int) -> None:
     assert product(n, k) is None
 
@@ -136,6 +143,9 @@ def compiled(made: Product, tile: Tile, batch: int) -> Any:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_kernel_compiles_for_hopper_as_it_is_meant(tile: Tile, batch: int) -> None:
+    if not tile.fits(batch):
+        assert batch > min(BATCHES), "a tile for no batch"
+        return
     made = product(37888, 3584)
     assert made is not None
     binary = compiled(made, tile, batch)
@@ -143,8 +153,8 @@ def test_kernel_compiles_for_hopper_as_it_is_meant(tile: Tile, batch: int) -> No
     assert "wgmma.mma_async" in ptx, "products on the tensor cores, weights from shared memory"
     # Two operands in each stage but one before the loop, and two within it: copies run ahead.
     assert ptx.count("cp.async.bulk.tensor") == 2 * tile.stages
-    assert binary.metadata.shared >= tile.shared_bytes(batch)
-    assert tile.blocks_per_sm * (binary.metadata.shared + 1024) <= SHARED_BYTES_PER_SM
+    beside = binary.metadata.shared + 1024 - tile.shared_bytes(batch)
+    assert 0 <= beside <= SHARED_BYTES_BESIDE_STAGES, "`fits` goes by this"
 
 
 def times(skinny_ms: dict[Tile, float], cublas_ms: float) -> Callable[[Sequence[Any]], float]:
@@ -158,12 +168,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return torch.nn.functional.linear(x, weight, bias)
 
 
-@pytest.mark.parametrize(("cublas_ms", "taken"), [(2.0, TILES[1]), (1.01, None), (0.5, None)])
+@pytest.mark.parametrize(("cublas_ms", "taken"), [(2.0, TILES[0]), (1.01, None), (0.5, None)])
 def test_the_quicker_kernel_is_chosen_for_each_batch(cublas_ms: float, taken: Tile | None) -> None:
     made = Product(64, 256, 1)
     weights = {made: [torch.randn(64, 256) for _ in range(3)]}
     workspace = Workspace([made], MAX_BATCH, torch.device("cpu"))
-    skinny_ms = {tile: 1.0 if tile == TILES[1] else 1.5 for tile in TILES}
+    skinny_ms = {tile: 1.0 if tile == TILES[0] else 1.5 for tile in TILES}
     rows = choose(weights, [1, 8, 24, 64], 32, workspace, times(skinny_ms, cublas_ms), linear)
     assert [(row.batch, row.num_sms, row.tile) for row in rows] == [(size, 32, taken) for size in (1, 8, 24)]
 

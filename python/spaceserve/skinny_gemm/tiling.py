@@ -8,7 +8,7 @@ from dataclasses import dataclass
 BATCHES = (16, 32)
 MAX_BATCH = BATCHES[-1]
 # k is cut at multiples of this, which every tile's columns divide.
-COLUMN_GRAIN = 128
+COLUMN_GRAIN = 256
 # So many equal parts keep 132 SMs busy to within a few percent, whatever the tile.
 TARGET_UNITS = 2048
 UNIT_TILE_ROWS = 64
@@ -48,29 +48,36 @@ class Tile:
         """Shared memory of the stages of a block, for x of `batch` rows."""
         return self.stages * (self.rows + batch_rows(batch)) * self.columns * element_bytes
 
+    def fits(self, batch: int) -> bool:
+        """Whether an SM has the shared memory of its blocks, for x of `batch` rows."""
+        return self.blocks_per_sm * (self.shared_bytes(batch) + SHARED_BYTES_BESIDE_STAGES) <= SHARED_BYTES_PER_SM
 
-# Candidates that `choice` measures. 227 KiB of shared memory on Hopper; an SM needs about 100 KiB in flight to take 64
-# bytes a clock from an L2 cache that is 1 us away.
+
+# Of an SM of Hopper. A block takes more than its stages: 1 KiB for the system, the rest for barriers and results.
+SHARED_BYTES_PER_SM = 228 << 10
+SHARED_BYTES_BESIDE_STAGES = 6 << 10
+# Candidates that `choice` measures. To take 64 bytes a clock from an L2 cache that is 1 us away an SM needs about 100 KiB
+# in flight. A stage of 36 KiB arrives every 600 clocks then: in that time one warp group can hardly multiply its 128 x
+# 128 weights, two groups or two blocks can.
 TILES = (
-    Tile(128, 128, 5),
-    Tile(64, 128, 8),
-    Tile(256, 64, 5),
-    Tile(128, 64, 10),
+    Tile(128, 128, 5, warps=8),
+    Tile(128, 256, 3, warps=8),
+    Tile(64, 256, 5),
+    Tile(256, 64, 5, warps=8),
     Tile(64, 128, 4, blocks_per_sm=2),
     Tile(128, 64, 5, blocks_per_sm=2),
 )
 
 
 def product(n: int, k: int) -> Product | None:
-    """The product with W (n, k), or None where this kernel does not do it: k must be a multiple of 128, n of 8.
+    """The product with W (n, k), or None where this kernel does not do it: k must be a multiple of 256, n of 8.
 
     The cut depends on the shape alone, not on the device or the number of SMs, because the order of summation does.
     """
     if n < UNIT_TILE_ROWS or n % 8 or k % COLUMN_GRAIN or k == 0:
         return None
     grains, tiles = k // COLUMN_GRAIN, -(-n // UNIT_TILE_ROWS)
-    # A part of at least two grains: with less, adding and sharing parts would be most of the work.
-    divisors = [d for d in range(1, grains // 2 + 1) if grains % d == 0] or [1]
+    divisors = [d for d in range(1, grains + 1) if grains % d == 0]
     parts = next((d for d in divisors if tiles * d >= TARGET_UNITS), divisors[-1])
     return Product(n, k, parts)
 
