@@ -57,8 +57,8 @@ class Tile:
 SHARED_BYTES_PER_SM = 228 << 10
 SHARED_BYTES_BESIDE_STAGES = 6 << 10
 # Candidates that `choice` measures. To take 64 bytes a clock from an L2 cache that is 1 us away, an SM needs about
-# 100 KiB in flight. A stage of 36 KiB arrives every 600 clocks then: in that time one warp group can hardly multiply its
-# 128 x 128 weights, two groups or two blocks can.
+# 100 KiB in flight. A stage of 36 KiB arrives every 600 clocks then: one warp group can hardly multiply 128 x 128
+# weights in that time, two groups or two blocks can.
 TILES = (
     Tile(128, 128, 5, warps=8),
     Tile(128, 256, 3, warps=8),
