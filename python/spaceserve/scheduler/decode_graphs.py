@@ -41,8 +41,10 @@ logger = logging.getLogger(__name__)
 SHARING_ATTENTION_BACKENDS = ("fa3",)
 # Larger batches decode on the whole device: each graph costs time at the start and a few MiB.
 MAX_BATCH = 64
-# Decode keeps a quarter of the device at least (32 of an H200's 132 SMs), or it would be several times as slow.
+# Decode keeps a quarter of the device (32 of an H200's 132 SMs) where encoder and prefill keep up; it is twice as slow
+# on the smallest group, an eighth, and has that where a deep queue is worth it (SIS says when).
 MIN_DECODER_SHARE = 0.24
+SMALLEST_DECODER_SHARE = 0.12
 # Left free for what comes after the graphs.
 MIN_FREE_BYTES = 1 << 30
 WRITE_INTERVAL_S = 1.0
@@ -253,10 +255,13 @@ def _on_one_stream(kv_pool: Any) -> Iterator[None]:
 def decoder_groups(partitioner: Partitioner) -> list[Any]:
     """The decoder's groups, largest first: complements of groups that the encoder uses beside decode.
 
-    64, 48 and 32 of an H200's 132 SMs, beside 68, 84 and 100 of the encoder.
+    64, 48, 32 and 16 of an H200's 132 SMs, beside 68, 84, 100 and 116 of the encoder.
     """
-    least = math.ceil(MIN_DECODER_SHARE * partitioner.total_units)
-    groups = [partitioner.complement_of(units) for units in lane_rungs(partitioner.rungs, least)]
+    total = partitioner.total_units
+    beside = lane_rungs(partitioner.rungs, math.ceil(MIN_DECODER_SHARE * total))
+    most = total - math.ceil(SMALLEST_DECODER_SHARE * total)
+    last = max((units for units in partitioner.rungs if units <= most), default=0)
+    groups = [partitioner.complement_of(units) for units in sorted({*beside, *([last] if last else [])})]
     return [group for group in groups if group is not None]
 
 

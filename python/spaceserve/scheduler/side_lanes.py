@@ -163,10 +163,10 @@ def lanes_for(
     def share_of(partitioner: Partitioner, mask_mode: MaskMode) -> PrefillShare:
         shape = shape_from_model_path(scheduler.server_args.model_path)
         # The same lanes in both mask modes: each may hold a gigabyte.
-        beside = ladder().encoder_rungs(partitioner.rungs)[:-1] if ladder().rungs else ()
+        beside = ladder().encoder_rungs(partitioner.rungs) if ladder().rungs else ()
         return PrefillShare(
             curves_for(torch.cuda.get_device_name(device), num_sms, shape),
-            beside or lane_rungs(partitioner.rungs),
+            lane_rungs(beside or partitioner.rungs),
             mask_mode if beside else "encoder",
         )
 
