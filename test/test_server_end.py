@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -32,8 +33,17 @@ def mapped_shm_names(processes: list[psutil.Process]) -> set[str]:
     return {path.name for path in paths if path.parent == Path("/dev/shm")}
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_nothing_is_left(how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "send", "status"),
+    [
+        (signal.SIGTERM, os.kill, -signal.SIGKILL),  # SGLang ends so, once the requests in flight are answered
+        (signal.SIGTERM, os.killpg, -signal.SIGKILL),
+        (signal.SIGINT, os.killpg, 0),  # Ctrl-C in a terminal
+        (signal.SIGKILL, os.kill, -signal.SIGKILL),
+    ],
+    ids=["SIGTERM", "SIGTERM-group", "SIGINT-group", "SIGKILL"],
+)
+def test_nothing_is_left(how: signal.Signals, send: Callable[[int, int], None], status: int) -> None:
     temp_dirs_before = set(Path("/tmp").glob("pymp-*"))
     server = Server("spaceserve.launch_server")
     try:
@@ -47,9 +57,13 @@ def test_nothing_is_left(how: signal.Signals) -> None:
         mapped = mapped_shm_names(processes)
         assert any(name.startswith(prefix) for name in mapped)
         assert any(name.startswith("sglang_loads") for name in mapped)
-        server.process.send_signal(how)
-        server.process.wait(60)
+        said_before = len(server.log)
+        send(server.process.pid, how)
+        assert server.process.wait(60) == status
         reaper.wait(60)
+        said = server.log[said_before:]
+        for crash in ("starting it again", "SIGQUIT", "crashed", "Traceback", "KeyboardInterrupt", "ERROR"):
+            assert crash not in said, said
         _, alive = psutil.wait_procs(processes, timeout=10)
         assert not alive, [process.cmdline() for process in alive]
         assert not run_dir.exists()

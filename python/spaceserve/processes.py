@@ -21,6 +21,7 @@ import spaceserve.quiet  # noqa: F401 - in every process, before SGLang: this mo
 from spaceserve.hooks import Hook
 
 PRELOADED = (
+    "spaceserve.group_signals",
     "spaceserve.quiet",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
@@ -37,7 +38,8 @@ PRELOADED = (
 class WithEnvironment:
     """A process's entry point that brings the parent's environment as it was when the process was started.
 
-    The forkserver gives its children its own environment, which is older: SGLang sets variables on the way.
+    The forkserver gives its children its own environment, which is older: SGLang sets variables on the way. Signals to
+    the whole process group are left to the launcher.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -53,6 +55,8 @@ class WithEnvironment:
         for name in set(os.environ) - set(self._environment):
             del os.environ[name]
         os.environ.update(self._environment)
+        import spaceserve.group_signals  # noqa: F401 - importing it is what it is for
+
         self._function(*args, **kwargs)
 
 

@@ -278,6 +278,8 @@ class MpsDaemon:
                     stderr=subprocess.STDOUT,
                     timeout=_START_TIMEOUT_S,
                     check=False,
+                    # A signal to the launcher's whole process group must not end it before its users.
+                    start_new_session=True,
                 ).returncode
             except subprocess.TimeoutExpired as error:
                 raise MpsError(f"{CONTROL} -d did not return within {_START_TIMEOUT_S:.0f} s") from error
