@@ -390,6 +390,16 @@ def test_our_options_are_not_abbreviated() -> None:
         parse_args(["--model-path", "somewhere", "--encoder-work", "off"])
 
 
+def test_options_of_a_config_file_that_sglang_refuses_are_one_line(tmp_path: Path) -> None:
+    for name, text, reason in (
+        ("a.txt", "", "--config: Config file must be YAML"),
+        ("a.yaml", "mem-fraction-statik: 0.5\n", r"did you mean --mem-fraction-static\?"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UsageError, match=reason):
+            parse_args(["--config", str(tmp_path / name)])
+
+
 def test_what_sglang_makes_of_a_checkpoint_or_an_option_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,8 +47,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError."""
-        # Not what follows a colon: a value may look like an option.
-        unknown = message.removeprefix("unrecognized arguments: ") if message.startswith("unrecognized") else ""
+        kind, _, words = message.partition(": ")
+        unknown = words if kind == "unrecognized arguments" else ""  # in other messages the option is a known one
         names = (word.partition("=")[0] for word in unknown.split() if word.startswith("--"))
         meant = [_did_you_mean(name, self._option_string_actions) for name in names]
         raise UsageError(f"{message}{next(filter(None, meant), '')}; --help lists all options")
