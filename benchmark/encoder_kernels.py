@@ -4,9 +4,9 @@
 
 Attention: FA3 as SGLang's vision layers call it, cuDNN through torch's SDPA, and FA4's kernel for Hopper (package
 flash-attn-4, where it can be imported) with several tiles, over the heads of Qwen2-VL's encoder (16 of 80). Then the
-encoder of Qwen2-VL-7B with random weights, as SGLang runs it and with `spaceserve.encoder.fused`, and what one launch
-of each kind costs the host. Writes encoder-kernels.json; one line for each row, times in ms. Nothing else should
-compute on the GPU.
+encoder of Qwen2-VL-7B with random weights, as SGLang runs it, with `spaceserve.encoder.fused`, and with its layers
+compiled as a whole ("layers"), and what one launch of each kind costs the host. Writes encoder-kernels.json; one line
+for each row, times in ms. Nothing else should compute on the GPU.
 """
 
 from __future__ import annotations
@@ -199,9 +199,14 @@ def measure_encoder(tokenizer: Path, work_dir: Path, result: dict[str, Any]) -> 
     grids = {name: [(1, side, side)] for name, side in SIDES.items()}
     pixels = {name: torch.randn(side * side, 1176, device="cuda", dtype=torch.bfloat16) for name, side in SIDES.items()}
     plain: dict[str, torch.Tensor] = {}
-    for tag in ("plain", "fused"):
+    for tag in ("plain", "fused", "layers"):
         if tag == "fused":
             install(fused_hooks(family))
+        elif tag == "layers":
+            hooks = fused_hooks(family, whole_layers=True)
+            (layer,) = [hook for hook in hooks if hook.target.endswith("Block.forward")]
+            block: Any = type(encoder.blocks()[0])
+            block.forward = layer.function  # SGLang applies hooks to a target once
         rows = result.setdefault("encoder", {}).setdefault(tag, {})
         for name, grid in grids.items():
             features = encoder.encode([pixels[name]], grid)

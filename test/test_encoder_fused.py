@@ -170,12 +170,44 @@ plain = encoder.encode(pixels, grids).clone()
 functions = []
 install(fused.fused_hooks(family, compile_with=lambda function: functions.append(function) or function))
 torch.testing.assert_close(encoder.encode(pixels, grids), plain)
-assert len(functions) == 3
+assert len(functions) == 4
 calls = []
 original = fused.linear
 fused.linear = lambda layer, x: calls.append(type(layer).__name__) or original(layer, x)
 encoder.encode(pixels, grids)
 assert len(calls) == 4 * len(encoder.blocks()), calls
+
+
+@torch.library.impl(fused.library, "packed_attention", "CPU")
+def attend(q, k, v, starts, longest, scale):
+    attended.append(int(longest))
+    parts = []
+    for begin, end in zip(starts.tolist(), starts[1:].tolist()):
+        part = (x[begin:end].transpose(0, 1) for x in (q, k, v))
+        parts.append(torch.nn.functional.scaled_dot_product_attention(*part, scale=scale).transpose(0, 1))
+    return torch.cat(parts)
+
+
+attended, graphs = [], []
+
+
+def count(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+
+# Whole layers: as they are, and as torch.compile traces them; all layers and batches share one graph.
+for compile_with in (lambda function: function, lambda function: fused._compiled(function, backend=count)):
+    calls.clear(), attended.clear()
+    hooks = fused.fused_hooks(family, compile_with=compile_with, whole_layers=True)
+    (layer,) = [hook for hook in hooks if hook.target.endswith("Block.forward")]
+    type(encoder.blocks()[0]).forward = layer.function  # SGLang applies hooks to a target once
+    torch.testing.assert_close(encoder.encode(pixels, grids), plain)
+    torch.testing.assert_close(encoder.encode(pixels[:1], grids[:1]), plain[:6])
+    assert not calls, calls
+    assert set(attended) == {24}, attended
+    assert len(attended) == 2 * len(encoder.blocks())
+assert len(graphs) == 1, graphs
 print("equal")
 """
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,56 +66,143 @@ def add_layer_norm(
     return total, nn.functional.layer_norm(total, weight.shape, weight, bias, eps)
 
 
-def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """A parallel linear layer of SGLang; without its dispatch where it is a plain product of one rank."""
-    if (
+def is_plain(layer: Any) -> bool:
+    """Whether a parallel linear layer of SGLang is a plain product of one rank."""
+    return (
         type(layer.quant_method).__name__ == "UnquantizedLinearMethod"
         and layer.tp_size == 1
         and not layer.skip_bias_add
-    ):
+    )
+
+
+def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """A parallel linear layer of SGLang; without its dispatch where it is a plain product of one rank."""
+    if is_plain(layer):
         return nn.functional.linear(x, layer.weight, layer.bias)
     output: torch.Tensor = layer(x)[0]
     return output
 
 
+# Attention as an operator that torch.compile takes as it is. The longest sequence is a tensor on the host: of a number
+# torch.compile would make a constant.
+library = torch.library.Library("spaceserve", "DEF")
+library.define("packed_attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor longest, float? scale) -> Tensor")
+
+
+@torch.library.impl(library, "packed_attention", "CUDA")
+def _packed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    from sglang.srt.layers.attention import vision
+
+    length = int(longest)
+    output: torch.Tensor = vision.flash_attn_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=length,
+        max_seqlen_k=length,
+        softmax_scale=scale,
+        window_size=(-1, -1),
+    )
+    return output
+
+
+@torch.library.register_fake("spaceserve::packed_attention", lib=library)
+def _packed_attention_shape(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _on_the_host(number: int) -> torch.Tensor:
+    return torch.tensor(number)
+
+
+def quick_gelu_layer(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    starts: torch.Tensor,
+    longest: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    eps: tuple[float, float],
+    num_heads: tuple[int, int],
+    scale: float | None,
+) -> torch.Tensor:
+    """A whole layer of Qwen2-VL's encoder.
+
+    Args:
+        x: `[tokens, 1, dim]`.
+        cos, sin: `[tokens, head_dim]`.
+        starts: of each image's tokens, and their end, int32; longest: tokens of the largest image, on the host.
+        weights: weight and bias of the first norm, the projections to queries, keys and values and from attention, the
+            second norm, the MLP's two layers.
+        eps: of both norms.
+        num_heads: of queries; of keys and values.
+        scale: of attention's scores; None: 1 / sqrt(head_dim).
+    """
+    norm1, norm1_bias, to_qkv, qkv_bias, proj, proj_bias, norm2, norm2_bias, up, up_bias, down, down_bias = weights
+    heads, kv_heads = num_heads
+    h = x[:, 0]
+    normed = nn.functional.layer_norm(h, norm1.shape, norm1, norm1_bias, eps[0])
+    qkv = nn.functional.linear(normed, to_qkv, qkv_bias)
+    queries, keys = rotate_queries_and_keys(qkv, heads, kv_heads, cos, sin)
+    head_dim = cos.shape[-1]
+    values = qkv[:, (heads + kv_heads) * head_dim :].unflatten(-1, (kv_heads, head_dim))
+    attended = torch.ops.spaceserve.packed_attention(queries, keys, values, starts, longest, scale)
+    attended = nn.functional.linear(attended.reshape(-1, heads * head_dim), proj, proj_bias)
+    h, normed = add_layer_norm(h, attended, norm2, norm2_bias, eps[1])
+    h = h + nn.functional.linear(quick_gelu(nn.functional.linear(normed, up, up_bias)), down, down_bias)
+    return h.unsqueeze(1)
+
+
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
     """Kernels for any number of rows, the other sizes fixed: with all sizes unknown, index arithmetic costs more."""
-    compiled = torch.compile(function)
+    compiled = torch.compile(function, backend=backend)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.dim() > 1:
+            # Images of a batch differ in number too, which the length of a list of one dimension says.
+            if isinstance(arg, torch.Tensor) and (arg.dim() > 1 or arg.dtype == torch.int32):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
         return compiled(*args)
 
     return call
 
 
-def fused_hooks(family: Family, compile_with: Compile = _compiled) -> list[Hook]:
+def _is_plain_attention(attention: Any, angles: Any) -> bool:
+    """Whether SGLang's VisionAttention is projections, rotary embedding and softmax attention, and nothing else."""
+    return (
+        angles is not None
+        and attention.use_qkv_parallel
+        and attention.qkv_backend_name in STRIDED_BACKENDS
+        and angles[0].shape[-1] == attention.head_size
+        and attention.customized_position_embedding_applier is None
+        and not (attention.qk_normalization or attention.qk_normalization_by_head_size)
+        and attention.sinks is None
+    )
+
+
+def fused_hooks(family: Family, compile_with: Compile = _compiled, *, whole_layers: bool = False) -> list[Hook]:
     """Hooks for the encoder worker's process on CUDA; installed before the model is made.
 
     Args:
         compile_with: makes kernels of the functions above; the identity in tests.
+        whole_layers: compile whole layers, where they are plain, instead of their pieces: one call of compiled code for
+            each layer, not three. Not measured on a GPU yet (benchmark/encoder_kernels.py does), so off.
     """
     gelu, rotate, add_norm = (compile_with(f) for f in (quick_gelu, rotate_queries_and_keys, add_layer_norm))
+    layer = compile_with(quick_gelu_layer)
 
     def attention(original: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         angles = kwargs.get("position_embeddings")
-        plain = (
-            angles is not None
-            and not args
-            and self.use_qkv_parallel
-            and self.qkv_backend_name in STRIDED_BACKENDS
-            and angles[0].shape[-1] == self.head_size
-            and self.customized_position_embedding_applier is None
-            and not (self.qk_normalization or self.qk_normalization_by_head_size)
-            and self.sinks is None
-        )
-        if angles is None or not plain:
+        if args or angles is None or not _is_plain_attention(self, angles):
             return original(self, x, *args, **kwargs)
         batch, length = (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
         qkv = linear(self.qkv_proj, x.reshape(batch * length, -1))
@@ -135,6 +222,26 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled) -> list[Hook]
 
     def qwen2_block(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         first, second, mlp = self.norm1, self.norm2, self.mlp
+        attn, angles, metadata = self.attn, kwargs.get("position_embeddings"), kwargs.get("forward_metadata")
+        if (
+            whole_layers
+            and metadata is not None
+            and x.shape[1] == 1
+            and _is_plain_attention(attn, angles)
+            and all(map(is_plain, (attn.qkv_proj, attn.proj, mlp.fc1, mlp.fc2)))
+        ):
+            parts = (first, attn.qkv_proj, attn.proj, second, mlp.fc1, mlp.fc2)
+            whole: torch.Tensor = layer(
+                x,
+                *angles,
+                metadata.cu_seqlens,
+                _on_the_host(metadata.max_seqlen),
+                [tensor for part in parts for tensor in (part.weight, part.bias)],
+                (first.eps, second.eps),
+                (attn.num_attention_heads_per_partition, attn.num_attention_kv_heads_per_partition),
+                attn.softmax_scale,
+            )
+            return whole
         normed = nn.functional.layer_norm(x, first.normalized_shape, first.weight, first.bias, first.eps)
         attended = self.attn.forward(normed.transpose(0, 1), *args, **kwargs).transpose(0, 1)
         x, normed = add_norm(x, attended, second.weight, second.bias, second.eps)
