@@ -338,11 +338,6 @@ def test_bad_settings_are_named(settings: dict[str, Any], named: str) -> None:
         SpaceServeConfig(**settings)
 
 
-def test_static_partition() -> None:
-    assert SpaceServeConfig(sm_partition="static:64").static_sms() == 64
-    assert SpaceServeConfig().static_sms() is None
-
-
 def stock_settings(**changed: Any) -> Any:
     settings = {
         "disaggregation_mode": "null",

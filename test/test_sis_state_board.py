@@ -37,7 +37,6 @@ def consistent_state(i: int) -> DecodeState:
         running_batch=i % 251,
         context_tokens_sum=i * 3,
         prefill_tokens_running=i % 8192,
-        last_step_ms=i / 4,
     )
 
 

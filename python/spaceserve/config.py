@@ -222,10 +222,6 @@ class SpaceServeConfig:
             raise ValueError(f"--sm-reconsider-layers must not be negative, got {self.sm_reconsider_layers}")
         SmPartition.parse(self.sm_partition)
 
-    def static_sms(self) -> int | None:
-        """The N of `--sm-partition static:N`, None for the other modes."""
-        return SmPartition.parse(self.sm_partition).num_sms
-
     @classmethod
     def is_at_fault(cls, reason: str) -> bool:
         """Whether the reason of an error names one of the settings: then it is the user's to mend."""

@@ -222,7 +222,8 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled, *, whole_laye
 
     def qwen2_block(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         first, second, mlp = self.norm1, self.norm2, self.mlp
-        attn, angles, metadata = self.attn, kwargs.get("position_embeddings"), kwargs.get("forward_metadata")
+        attn, metadata = self.attn, kwargs.get("forward_metadata")
+        angles: Any = kwargs.get("position_embeddings")
         if (
             whole_layers
             and metadata is not None

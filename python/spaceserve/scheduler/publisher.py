@@ -14,21 +14,17 @@ class DecodePublisher:
     def __init__(self, board_name: str) -> None:
         self._board = StateBoardWriter(board_name)
         self._step = 0
-        self._last_ns = time.monotonic_ns()
 
     def publish(self, scheduler: Any, prefill_tokens: int) -> None:
         """Write what runs in `scheduler` now; `prefill_tokens`: of the prefill in flight or about to be launched."""
-        now_ns = time.monotonic_ns()
         running = scheduler.running_batch.reqs
         self._board.publish(
             DecodeState(
-                timestamp_ns=now_ns,
+                timestamp_ns=time.monotonic_ns(),
                 step=self._step,
                 running_batch=len(running),
                 context_tokens_sum=sum(req.seqlen for req in running),
                 prefill_tokens_running=prefill_tokens,
-                last_step_ms=(now_ns - self._last_ns) / 1e6,
             )
         )
         self._step += 1
-        self._last_ns = now_ns

@@ -57,7 +57,6 @@ class DecodeState(_Written):
     running_batch: int
     context_tokens_sum: int
     prefill_tokens_running: int = 0
-    last_step_ms: float = 0.0
 
     @property
     def mean_context_tokens(self) -> float:
@@ -91,7 +90,7 @@ class _Layout:
 
 
 # timestamp_ns, step, running batch, sum of context, prefill running, last step
-_DECODE = _Layout(0x5350_4143_4542_0002, struct.Struct("<qQQQQd"))
+_DECODE = _Layout(0x5350_4143_4542_0003, struct.Struct("<qQQQQ"))
 # timestamp_ns, encoder units, decoder masked
 _ENCODER = _Layout(0x5350_4143_4543_0001, struct.Struct("<qQ?"))
 
@@ -242,7 +241,6 @@ class StateBoardWriter(_BoardWriter):
             state.running_batch,
             state.context_tokens_sum,
             state.prefill_tokens_running,
-            state.last_step_ms,
         )
 
 
@@ -259,14 +257,13 @@ class StateBoardReader(_BoardReader):
         fields = self._read(max_tries)
         if fields is None:
             return None
-        timestamp_ns, step, batch, context, prefill, last_step_ms = fields
+        timestamp_ns, step, batch, context, prefill = fields
         return DecodeState(
             timestamp_ns=timestamp_ns,
             step=step,
             running_batch=batch,
             context_tokens_sum=context,
             prefill_tokens_running=prefill,
-            last_step_ms=last_step_ms,
         )
 
 
