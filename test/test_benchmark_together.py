@@ -243,6 +243,25 @@ def test_memory_is_itemised_and_says_where_servers_were_together() -> None:
     assert "weights 15.57" in "\n".join(memory.memory_lines([first, later]))
 
 
+def test_memory_beyond_stock_is_named() -> None:
+    ours, stock = arm_with_memory("spaceserve", others=["stock"]), arm_with_memory("stock", others=["spaceserve"])
+    ours["server"]["encoder_gpu_memory"] = {"reserved_bytes": int(5.5 * 2**30), "allocated_bytes": 4 << 30}
+    stock["ours"] = False
+    stock["memory_after"] = {"gpu_processes": [{"pid": 4, "name": "sglang::scheduler", "mib": 33 * 1024, "own": True}]}
+    data = {"model": "m", "workload": "text@10", "session": "1", "servers_up_together": [], "arms": [ours, stock]}
+    figures = memory.items(ours, together=True)
+    assert figures["encoder_workspace"] == pytest.approx(5.5 - 1.26 - 2.0)
+    assert figures["encoder_context"] == 0.5
+    (line,) = memory.beyond_stock([data])
+    assert line == (
+        "spaceserve beyond stock: 3.00 GiB: slab 2.00, encoder workspace 2.24, encoder context 0.50, rest -1.74 "
+        "(after text@10)"
+    )
+    assert line in memory.memory_lines([data])
+    stock["server"]["log"]["kv_tokens"] = 100.0
+    assert not [*memory.beyond_stock([data])], "another size of the KV cache"
+
+
 def save(results: Results, workload: str, rate: float, **arms: dict[str, Any]) -> None:
     rows: list[dict[str, Any]] = [
         {"arm": name.replace("_", "-"), "ours": name.startswith("space"), "summary": figures, "requests": []}

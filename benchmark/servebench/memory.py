@@ -18,6 +18,9 @@ GRAPHS = re.compile(r"Capture [^\n]*? end\..*?mem usage=([\d.]+) GB")
 WORKER = re.compile(
     r"Encoder worker ready: ([\d.]+) M parameters, features of \d+ x torch\.(\w+), store of \d+ tokens \(([\d.]+) GB\)"
 )
+ENCODER = "spaceserve::encoder"
+# What an encoder process takes that stock, which encodes in its scheduler, has not; its weights both have.
+BEYOND_STOCK = ("slab", "encoder_workspace", "encoder_context")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -64,10 +67,25 @@ def gpu_mib(arm: dict[str, Any]) -> float | None:
     return None if memory.get("others_up") else memory.get("gpu_used_mib")
 
 
+def of_the_encoder(arm: dict[str, Any], figures: dict[str, float]) -> dict[str, float]:
+    """Of the encoder worker, in GiB: ``encoder_workspace``, what batches take and PyTorch keeps for the next ones, on
+    all SM groups; ``encoder_context``, what the driver, libraries and compiled kernels take. Empty where not known."""
+    reported = (arm.get("server") or {}).get("encoder_gpu_memory")
+    process = next((gib for name, gib in own_processes(arm) if name == ENCODER), None)
+    if not reported or process is None or "slab" not in figures:
+        return {}
+    reserved = reported["reserved_bytes"] / GIB
+    return {
+        "encoder_workspace": round(reserved - figures["slab"] - figures.get("encoder_weights", 0.0), 2),
+        "encoder_context": round(process - reserved, 2),
+    }
+
+
 def items(arm: dict[str, Any], together: bool) -> dict[str, float]:
     """Parts of the arm's memory in GiB that are known; ``rest`` is what none of them names: contexts, workspaces, the
     allocator's cache. Without ``weights`` and ``graphs`` for servers that started together."""
     figures = dict((arm.get("server") or {}).get("log", {}))
+    figures |= of_the_encoder(arm, figures)
     if together:
         for name in ("weights", "graphs"):
             figures.pop(name, None)
@@ -79,6 +97,28 @@ def items(arm: dict[str, Any], together: bool) -> dict[str, float]:
     if tokens is not None:
         figures["kv_tokens"] = tokens
     return figures
+
+
+def beyond_stock(slices: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """One line for each arm of ours: its memory beyond a stock arm's of the same slice with as large a KV cache, and
+    what is named of that. From the slice with the largest difference."""
+    largest: dict[tuple[str, str], tuple[float, str]] = {}
+    for data in slices:
+        known = [(arm, items(arm, True)) for arm in data["arms"] if arm.get("memory_after")]
+        for ours, mine in known:
+            for stock, theirs in known:
+                alike = mine.get("kv_tokens") == theirs.get("kv_tokens") is not None
+                itemised = {"total", *BEYOND_STOCK} <= mine.keys() and "total" in theirs
+                if not ours["ours"] or stock["ours"] or not alike or not itemised:
+                    continue
+                beyond = mine["total"] - theirs["total"]
+                named = ", ".join(f"{name.replace('_', ' ')} {mine[name]:.2f}" for name in BEYOND_STOCK)
+                rest = beyond - sum(mine[name] for name in BEYOND_STOCK)
+                line = f"{ours['arm']} beyond {stock['arm']}: {beyond:.2f} GiB: {named}, rest {rest:.2f}"
+                key = (data["model"], ours["arm"])
+                if key not in largest or beyond > largest[key][0]:
+                    largest[key] = (beyond, f"{line} (after {data['workload']})")
+    yield from (line for _, line in (largest[key] for key in sorted(largest)))
 
 
 def memory_lines(slices: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -104,3 +144,4 @@ def memory_lines(slices: Sequence[dict[str, Any]]) -> Iterator[str]:
         processes = ", ".join(f"{process} {gib:.2f}" for process, gib in own_processes(arm))
         where = "servers up together: own processes only" if together else "alone on the GPU"
         yield f"  after {workload}, {where}{': ' if processes else ''}{processes}"
+    yield from beyond_stock(slices)

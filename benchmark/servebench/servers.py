@@ -267,12 +267,19 @@ INFO_KEYS = (
 
 
 def describe_server(url: str) -> dict[str, Any]:
-    """Settings that the server resolved (size of its KV cache, backends) and SpaceServe's own metrics, where given."""
+    """Settings that the server resolved (size of its KV cache, backends), and SpaceServe's own metrics and device
+    memory of its encoder worker, where given."""
     status, text = http(f"{url}/server_info")
     info = json.loads(text) if status == 200 else {}
     status, text = http(f"{url}/metrics")
     own = [line for line in text.splitlines() if line.startswith("spaceserve:")] if status == 200 else []
-    return {"resolved": {key: info[key] for key in INFO_KEYS if key in info}, "metrics": own}
+    status, text = http(f"{url}/spaceserve/status")
+    worker = json.loads(text) if status == 200 else {}
+    return {
+        "resolved": {key: info[key] for key in INFO_KEYS if key in info},
+        "metrics": own,
+        "encoder_gpu_memory": worker.get("gpu_memory"),
+    }
 
 
 def title(process: psutil.Process) -> str:

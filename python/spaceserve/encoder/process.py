@@ -301,6 +301,16 @@ def _serve(spec: WorkerSpec) -> None:
             trim_heap()
 
 
+def gpu_memory() -> dict[str, int] | None:
+    """Device memory of this process that PyTorch has: the encoder's weights, the slab and the workspace of batches.
+
+    `reserved_bytes` is what it holds, `allocated_bytes` what is in use now. None on the CPU.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    return {"reserved_bytes": torch.cuda.memory_reserved(), "allocated_bytes": torch.cuda.memory_allocated()}
+
+
 def _write_status(path: Path, service: EncoderService, split: EncoderSplit, epoch: int, now_s: float) -> None:
     """Leave the worker's state where the main process can read it for the status page."""
     stats = service.store.stats()
@@ -316,6 +326,7 @@ def _write_status(path: Path, service: EncoderService, split: EncoderSplit, epoc
         "host": None if stats.host is None else asdict(stats.host),
         "queue": service.queue.snapshot(now_s),
         "split": split.snapshot(),
+        "gpu_memory": gpu_memory(),
     }
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(status))
