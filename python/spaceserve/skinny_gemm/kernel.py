@@ -25,36 +25,39 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from spaceserve.skinny_gemm.tiling import Product, Tile, batch_rows
 
 
-@triton.jit
+# Batch and cut vary: a kernel for each of their values would be compiled in vain.
+@triton.jit(do_not_specialize=["m", "parts", "steps"])
 def _skinny_gemm(  # type: ignore[no-untyped-def]
-    w_desc, x_desc, y_ptr, bias_ptr, sums_ptr, counts_ptr, m, n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCH: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    w_desc, x_desc, y_ptr, bias_ptr, sums_ptr, counts_ptr, m, n, parts, steps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCH: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One block of a persistent grid. ``sums`` is (PARTS, m, n) fp32, ``counts`` (tiles,) int32 and zero."""
+    """One block of a persistent grid. ``sums`` is (parts, m, n) fp32, ``counts`` (tiles,) int32 and zero.
+
+    A part has ``steps`` stages of ``COLUMNS``. Parts and steps are no constants: one compiled kernel does all shapes.
+    """
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
-    units = (n + ROWS - 1) // ROWS * PARTS
+    units = (n + ROWS - 1) // ROWS * parts
     first = block * units // blocks
     last = (block + 1) * units // blocks
+    tile = first // parts
+    part = first % parts
+    step = 0  # of the part
     batch = tl.arange(0, BATCH)
     acc = tl.full((ROWS, BATCH), 0.0, dtype=tl.float32)
     total = tl.full((ROWS, BATCH), 0.0, dtype=tl.float32)
-    for step in tl.range(first * STEPS, last * STEPS, num_stages=STAGES):
-        unit = step // STEPS
-        tile = unit // PARTS
-        part = unit % PARTS
-        column = (part * STEPS + step % STEPS) * COLUMNS
+    for _ in tl.range(0, (last - first) * steps, num_stages=STAGES):
+        column = (part * steps + step) * COLUMNS
         w = w_desc.load([tile * ROWS, column])
         x = x_desc.load([0, column])
         acc = tl.dot(w, x.T, acc)
-        if step % STEPS == STEPS - 1:
+        if step == steps - 1:
             rows = tile * ROWS + tl.arange(0, ROWS)
             mask = (rows[:, None] < n) & (batch[None, :] < m)
             cells = batch[None, :] * n + rows[:, None]
-            if (tile * PARTS >= first) & ((tile + 1) * PARTS <= last):
+            if (tile * parts >= first) & ((tile + 1) * parts <= last):
                 total = acc if part == 0 else total + acc
-                if part == PARTS - 1:
+                if part == parts - 1:
                     y = total
                     if HAS_BIAS:
                         y += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
@@ -62,25 +65,31 @@ def _skinny_gemm(  # type: ignore[no-untyped-def]
             else:
                 tl.store(sums_ptr + part * m * n + cells, acc, mask=mask, cache_modifier=".cg")
             acc = tl.full((ROWS, BATCH), 0.0, dtype=tl.float32)
-    if PARTS > 1:
-        for end in tl.static_range(2):
-            # A block shares the first and the last tile of its range at most.
-            tile = first // PARTS if end == 0 else (last - 1) // PARTS
-            ours = min((tile + 1) * PARTS, last) - max(tile * PARTS, first)
-            if (ours < PARTS) & ((end == 0) | (tile != first // PARTS)):
-                tl.debug_barrier()  # all threads' sums are written before the block says so
-                others = tl.atomic_add(counts_ptr + tile, ours, sem="acq_rel", scope="gpu")
-                if others + ours == PARTS:
-                    rows = tile * ROWS + tl.arange(0, ROWS)
-                    mask = (rows[:, None] < n) & (batch[None, :] < m)
-                    cells = batch[None, :] * n + rows[:, None]
-                    y = tl.load(sums_ptr + cells, mask=mask, other=0.0, cache_modifier=".cg")
-                    for part in range(1, PARTS):
-                        y += tl.load(sums_ptr + part * m * n + cells, mask=mask, other=0.0, cache_modifier=".cg")
-                    if HAS_BIAS:
-                        y += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
-                    tl.store(y_ptr + cells, y.to(y_ptr.dtype.element_ty), mask=mask)
-                    tl.store(counts_ptr + tile, 0)  # for the next product
+        # Counted on rather than divided: the copies' addresses are computed in every stage.
+        step += 1
+        ended = step == steps
+        step = tl.where(ended, 0, step)
+        part = tl.where(ended, part + 1, part)
+        tile = tl.where(part == parts, tile + 1, tile)
+        part = tl.where(part == parts, 0, part)
+    for end in tl.static_range(2):
+        # A block shares the first and the last tile of its range at most.
+        tile = first // parts if end == 0 else (last - 1) // parts
+        ours = min((tile + 1) * parts, last) - max(tile * parts, first)
+        if (ours < parts) & ((end == 0) | (tile != first // parts)):
+            tl.debug_barrier()  # all threads' sums are written before the block says so
+            others = tl.atomic_add(counts_ptr + tile, ours, sem="acq_rel", scope="gpu")
+            if others + ours == parts:
+                rows = tile * ROWS + tl.arange(0, ROWS)
+                mask = (rows[:, None] < n) & (batch[None, :] < m)
+                cells = batch[None, :] * n + rows[:, None]
+                y = tl.load(sums_ptr + cells, mask=mask, other=0.0, cache_modifier=".cg")
+                for other in range(1, parts):
+                    y += tl.load(sums_ptr + other * m * n + cells, mask=mask, other=0.0, cache_modifier=".cg")
+                if HAS_BIAS:
+                    y += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+                tl.store(y_ptr + cells, y.to(y_ptr.dtype.element_ty), mask=mask)
+                tl.store(counts_ptr + tile, 0)  # for the next product
 
 
 class Workspace:
@@ -131,11 +140,11 @@ def skinny_gemm(
         workspace.counts,
         m,
         product.n,
+        product.parts,
+        product.k // product.parts // tile.columns,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         BATCH=rows,
-        PARTS=product.parts,
-        STEPS=product.k // product.parts // tile.columns,
         STAGES=tile.stages,
         HAS_BIAS=bias is not None,
         num_warps=tile.warps,
