@@ -74,6 +74,8 @@ BUILT_IN = {
         _ours("spaceserve-static64", "--sm-partition static:64", "the encoder always on 64 SMs"),
         _ours("spaceserve-static96", "--sm-partition static:96", "the encoder always on 96 SMs"),
         _ours("spaceserve-sis", "--sm-partition sis", "SIS chooses the encoder's SMs"),
+        _ours("spaceserve-both", "--sm-partition both+sis", "decode keeps to the other SMs"),
+        _ours("spaceserve-skinny", "--sm-partition both+sis --skinny-gemm auto", "and its kernels suit few SMs"),
         _ours("spaceserve-fcfs", "--encoder-schedule-policy fcfs"),
         _ours("spaceserve-srf", "--encoder-schedule-policy srf"),
         _ours("spaceserve-twsrft", "--encoder-schedule-policy twsrft"),

@@ -14,6 +14,8 @@ ABLATIONS = (
     "spaceserve-static64",
     "spaceserve-static96",
     "spaceserve-sis",
+    "spaceserve-both",
+    "spaceserve-skinny",
     "spaceserve-fcfs",
     "spaceserve-srf",
     "spaceserve-twsrft",
