@@ -306,6 +306,8 @@ def gpu_memory() -> dict[str, int] | None:
 
     `reserved_bytes` is what it holds, `allocated_bytes` what is in use now. None on the CPU.
     """
+    import torch
+
     if not torch.cuda.is_initialized():
         return None
     return {"reserved_bytes": torch.cuda.memory_reserved(), "allocated_bytes": torch.cuda.memory_allocated()}
