@@ -100,6 +100,11 @@ class Server:
         assert response.text.rstrip().endswith("data: [DONE]")
         return "".join(parts)
 
+    def flush(self) -> None:
+        """Flush the caches, once the last answers' requests are filed: a busy server refuses to."""
+        response = requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60)
+        assert response.status_code == 200, response.text
+
     def status(self) -> dict[str, Any]:
         """SpaceServe's status page, once it shows the worker's present state (it is written twice a second)."""
         time.sleep(1.2)

@@ -37,8 +37,7 @@ class SegmentWriter:
             OutOfSharedMemory: `/dev/shm` is full; nothing is left behind.
         """
         name = f"{self._prefix}img-{os.getpid()}-{next(self._numbers)}"
-        path = SHM_DIR / name
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path_of(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             view = memoryview(data)
             while view:
@@ -51,9 +50,13 @@ class SegmentWriter:
         return name
 
 
-def path_of(name: str) -> Path:
-    """Where a segment lies, for readers that want a file."""
-    return SHM_DIR / name
+def path_of(name: str) -> str:
+    """Where a segment lies, for readers that want a file.
+
+    No `Path`: pathlib interns the parts of paths, and names that differ for every image fill CPython's table of
+    interned strings, which is then made twice as large (7 MiB in a process that has imported SGLang).
+    """
+    return f"{SHM_DIR}/{name}"
 
 
 @contextmanager
@@ -63,7 +66,7 @@ def read(name: str) -> Iterator[memoryview]:
     Raises:
         FileNotFoundError: the segment has been unlinked.
     """
-    descriptor = os.open(SHM_DIR / name, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC)
     try:
         mapping = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     finally:
@@ -79,4 +82,4 @@ def read(name: str) -> Iterator[memoryview]:
 def unlink(name: str) -> None:
     """Remove a segment; one that is already gone is no error."""
     with suppress(FileNotFoundError):
-        os.unlink(SHM_DIR / name)
+        os.unlink(path_of(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -59,11 +60,11 @@ def decode_video(source: ImageSource) -> torch.Tensor:
 
     assert source.video is not None
     path = shared_memory.path_of(source.segment)
-    path.stat()  # a decoder has no error of its own for a file that is not there
+    os.stat(path)  # a decoder has no error of its own for a file that is not there
     try:
-        frames = read_frames(str(path), source.video.indices)
+        frames = read_frames(path, source.video.indices)
     except BadVideo as error:
-        path.stat()
+        os.stat(path)
         raise BadImage(str(error)) from error
     if tuple(frames.shape[2:]) != (source.height, source.width):
         raise BadImage(

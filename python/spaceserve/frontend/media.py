@@ -59,7 +59,7 @@ class MediaAdmission:
         digest = content_digest(data, "video", settings, key=self._content_key)
         segment = self._write(data)
         try:
-            header = read_video_header(str(path_of(segment)))
+            header = read_video_header(path_of(segment))
             # The encoder takes frames by two, so two are decoded at once at least.
             if 2 * header.height * header.width > self._config.encoder_max_image_pixels:
                 raise BadImageInput(
