@@ -110,7 +110,8 @@ def test_modes_are_read_and_others_refused() -> None:
     assert SmPartition.parse("sis:0.5") == SmPartition(kind="sis", decode_weight=0.5)
     assert SmPartition.parse("sis:8:4") == SmPartition(kind="sis", decode_weight=8.0, reconsider_layers=4)
     numbers = ("sis:", "sis:0", "sis:-1", "sis:nan", "sis:inf", "sis:1:", "sis:1:x", "sis:1:2:3")
-    for bad in ("", "half", "static:", "static:x", "static:0", "static:1:2", "off:1", *numbers):
+    odd = ("sis:1\n", "sis: 1", "sis:1_0", "sis:\uff15")  # float() takes them
+    for bad in ("", "half", "static:", "static:x", "static:0", "static:1:2", "off:1", *numbers, *odd):
         with pytest.raises(ValueError, match="--sm-partition"):
             SmPartition.parse(bad)
     with pytest.raises(ValueError, match="--sm-reconsider-layers"):

@@ -208,6 +208,28 @@ def test_the_reaper_knows_a_semaphore_by_the_name_that_it_has() -> None:
     assert f"/dev/shm/sem.{name.lstrip('/')}" in reaper._semaphores(os.getpid())
 
 
+def test_the_reaper_does_not_end_itself(tmp_path: Path) -> None:
+    """While its first process has not ended, it is below the launcher, as what it is to end is."""
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[1] / "python")!r})
+from spaceserve import reaper
+exit = os._exit
+os._exit = lambda status: (time.sleep(1), exit(status))
+reaper.GRACE_S = 0.5
+reaper.main(os.getppid(), "spaceserve-reaper-self-test-", {str(tmp_path / "run")!r})
+"""
+    (tmp_path / "run").mkdir()
+    started = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert started.stdin is not None
+    assert started.stdout is not None
+    time.sleep(0.5)  # it has looked
+    started.stdin.close()
+    started.stdout.read()  # until it has ended
+    started.wait(30)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_reaper_waits_for_its_launcher(tmp_path: Path) -> None:
     """It ends what the launcher started and removes what was named, and only after the launcher has gone."""
     code = f"""

@@ -31,6 +31,7 @@ from spaceserve.start_checks import (
     check_port,
     first_line,
     own_config,
+    separated,
     with_config_file,
 )
 from spaceserve.starting import ProcessFailed, Starting
@@ -110,9 +111,17 @@ def test_options_in_the_config_file_count_and_those_of_the_command_line_win(tmp_
         file.write_text(text)
         with pytest.raises(StartError, match="--config"):
             with_config_file(["--config", str(file)])
-    with pytest.raises(StartError, match="--config"):
-        with_config_file(["--config"])
+    file.write_text("port: 1\nhost: [")
+    with pytest.raises(StartError, match=r"is not YAML: .* in line 2"):
+        with_config_file(["--config", str(file)])
     assert with_config_file(["--port", "1"]) == ["--port", "1"]
+
+
+def test_the_config_file_may_follow_an_equals_sign() -> None:
+    assert separated(["--config=a=b.yaml", "--port=1"]) == ["--config", "a=b.yaml", "--port=1"]
+    for argv in (["--config"], ["--config="], ["--config", ""]):
+        with pytest.raises(UsageError, match="--config needs the name of a file"):
+            separated(argv)
 
 
 def test_addresses_at_which_nothing_can_listen() -> None:

@@ -14,6 +14,8 @@ from spaceserve.sis.policy import MaskMode
 
 ENCODER_WORKER_MODES = ("auto", "on", "off")
 BOTH_PREFIX = "both+"
+# Of what float() takes, without spaces, underscores and other alphabets' digits.
+DECIMAL = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 # The smallest image: one token, of 2 x 2 patches in all families.
 MIN_BATCH_CAPACITY_PATCHES = 4
 MAX_PREPROCESS_THREADS = 256
@@ -71,10 +73,7 @@ class SmPartition:
         if kind == "static" and len(numbers) == 1 and _is_whole(numbers[0]) and int(numbers[0]) > 0:
             return SmPartition(kind=kind, num_sms=int(numbers[0]), mask_mode=mask_mode)
         if kind == "sis" and len(numbers) <= 2 and all(map(_is_whole, numbers[1:])):
-            try:
-                weight = float(numbers[0])
-            except ValueError:
-                weight = 0.0
+            weight = float(numbers[0]) if DECIMAL.fullmatch(numbers[0]) else 0.0
             if 0 < weight < 1e9:
                 layers = int(numbers[1]) if len(numbers) == 2 else None
                 return SmPartition(kind=kind, decode_weight=weight, reconsider_layers=layers, mask_mode=mask_mode)

@@ -31,9 +31,13 @@ from spaceserve.start_checks import (
     check_port,
     first_line,
     own_config,
+    separated,
     with_config_file,
 )
 from spaceserve.starting import SCHEDULER_FAILED, ProcessFailed, Starting
+
+# What shells give a command that Ctrl-C has ended.
+INTERRUPTED = 128 + signal.SIGINT
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -324,6 +328,7 @@ def run(argv: list[str]) -> None:
     Raises:
         StartError: the server cannot start.
     """
+    argv = separated(argv)
     if {"-h", "--help"} & set(argv):
         parse_args(argv)  # prints it and exits
     with_file = with_config_file(argv)
@@ -346,6 +351,8 @@ def run(argv: list[str]) -> None:
         else:
             mps = _start_mps(config, reaper, stack)
 
+        # Called first at the end: a second Ctrl-C must not interrupt the clean-up after the first.
+        stack.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
         namespace = parse_args(argv)
         check_model_folder(namespace.model_path, namespace.load_format)
         if not namespace.skip_tokenizer_init:
@@ -366,6 +373,9 @@ def main(argv: list[str]) -> int:
     except StartError as error:
         print(f"spaceserve: {error}", file=sys.stderr)
         return error.status
+    except KeyboardInterrupt:
+        print("spaceserve: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -69,14 +69,16 @@ class Reaper:
 
 
 def _parents_and_start_times() -> dict[int, tuple[int, str]]:
-    """Of every process its parent, and its start in clock ticks since boot: with the pid that names it for ever."""
+    """Of every process that runs its parent, and its start in clock ticks since boot: with the pid that names it for
+    ever. One that has ended and not been waited for yet is none."""
     found = {}
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
                 # The command's name is in parentheses and may hold anything.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                found[int(entry.name)] = int(fields[1]), fields[19]
+                if fields[0] != "Z":
+                    found[int(entry.name)] = int(fields[1]), fields[19]
             except (OSError, IndexError):  # it has ended
                 continue
     return found
@@ -123,6 +125,8 @@ def _watch(launcher_pid: int) -> tuple[dict[int, str], set[str]]:
     polls = 0
     while True:
         alive = _descendants(launcher_pid)
+        # Until its first process has ended, the reaper is below the launcher itself.
+        alive.pop(os.getpid(), None)
         seen.update(alive)
         if polls % POLLS_BETWEEN_MAPS == 0:
             for pid in (launcher_pid, *alive):

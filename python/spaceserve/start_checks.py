@@ -82,6 +82,20 @@ def own_config(argv: list[str]) -> SpaceServeConfig:
         raise UsageError(str(error)) from error
 
 
+def separated(argv: list[str]) -> list[str]:
+    """`argv` with `--config FILE` for `--config=FILE`, which SGLang does not know.
+
+    Raises:
+        UsageError: --config names no file.
+    """
+    found: list[str] = []
+    for argument in argv:
+        found += argument.split("=", 1) if argument.startswith("--config=") else [argument]
+    if "--config" in found and not "".join(found[found.index("--config") + 1 :][:1]):
+        raise UsageError("--config needs the name of a file")
+    return found
+
+
 def with_config_file(argv: list[str]) -> list[str]:
     """`argv` behind what the file of `--config` says of SpaceServe's options and of the model.
 
@@ -97,6 +111,9 @@ def with_config_file(argv: list[str]) -> list[str]:
     path = "".join(argv[argv.index("--config") + 1 :][:1])
     try:
         settings = yaml.safe_load(Path(path).read_text())
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise StartError(f"--config {path} is not YAML: {error.problem}{line}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise StartError(f"--config {path}: {str(error).splitlines()[0]}") from error
     if not isinstance(settings, dict):
