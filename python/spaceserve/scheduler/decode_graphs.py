@@ -30,6 +30,7 @@ import torch
 from spaceserve.config import SmPartition
 from spaceserve.hooks import Hook
 from spaceserve.partition import Partitioner, serving_partitioner
+from spaceserve.ranks import has_several_ranks
 from spaceserve.scheduler.encoder_watch import EncoderWatch
 from spaceserve.scheduler.side_lanes import lane_rungs
 from spaceserve.sis.decoder_ladder import DecoderLadder
@@ -59,7 +60,7 @@ def obstacle(model_runner: Any) -> str | None:
     args, runner = model_runner.server_args, model_runner.decode_cuda_graph_runner
     if model_runner.device != "cuda":
         return f"there are no CUDA graphs on the device {model_runner.device}"
-    if args.tp_size > 1 or args.pp_size > 1 or args.dp_size > 1:
+    if has_several_ranks(args):
         return "not with several ranks"
     if not model_runner.spec_algorithm.is_none() or model_runner.is_draft_worker:
         return "not with speculative decoding"
@@ -261,7 +262,7 @@ def decoder_groups(partitioner: Partitioner) -> list[Any]:
     beside = lane_rungs(partitioner.rungs, math.ceil(MIN_DECODER_SHARE * total))
     most = total - math.ceil(SMALLEST_DECODER_SHARE * total)
     last = max((units for units in partitioner.rungs if units <= most), default=0)
-    groups = [partitioner.complement_of(units) for units in sorted({*beside, *([last] if last else [])})]
+    groups = [partitioner.complement_of(units) for units in sorted({*beside, last} - {0})]
     return [group for group in groups if group is not None]
 
 

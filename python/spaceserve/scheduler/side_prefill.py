@@ -41,6 +41,7 @@ import torch
 from torch import nn
 
 from spaceserve.hooks import Hook
+from spaceserve.ranks import has_several_ranks
 from spaceserve.sis.busy_share import BusyShare
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class _Flight:
 def obstacle(scheduler: Any) -> str | None:
     """Why this scheduler must take turns, None where prefill may run beside decode."""
     args = scheduler.server_args
-    if args.tp_size > 1 or args.pp_size > 1 or args.dp_size > 1:
+    if has_several_ranks(args):
         # Ranks would have to agree when a prefill is finished, and their collectives would meet in two orders.
         return "several ranks"
     if not scheduler.is_generation:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from spaceserve.hooks import Hook
+from spaceserve.ranks import has_several_ranks
 from spaceserve.skinny_gemm.choice import Measured, choose, graph_timer
 from spaceserve.skinny_gemm.kernel import Workspace, skinny_gemm
 from spaceserve.skinny_gemm.tiling import MAX_BATCH, Product, Tile, product
@@ -32,7 +33,7 @@ def obstacle(model_runner: Any) -> str | None:
     args = model_runner.server_args
     if model_runner.device != "cuda" or torch.cuda.get_device_capability()[0] != HOPPER:
         return "it is made for NVIDIA GPUs of the Hopper generation"
-    if args.tp_size > 1 or args.pp_size > 1 or args.dp_size > 1:
+    if has_several_ranks(args):
         return "not with several ranks"
     if args.enable_lora or args.enable_torch_compile:
         return "not with LoRA or torch.compile"
