@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from spaceserve.partition import make_partitioner
+from spaceserve.profile.workloads import cold_weights
 from spaceserve.sis.shapes import QWEN2_VL_7B, ModelShape, shape_from_model_path
 from spaceserve.skinny_gemm.choice import agrees, graph_timer
 from spaceserve.skinny_gemm.kernel import Workspace, skinny_gemm
 from spaceserve.skinny_gemm.tiling import MAX_BATCH, TILES, Product, Tile, product
 
 GROUPS = (64, 48, 40, 32, 24)
-COLD_BYTES = 256 << 20
 # Not among those that a server tries: to see whether one of them should be.
 MORE_TILES = (Tile(128, 128, 5), Tile(128, 128, 6, warps=8), Tile(256, 64, 5), Tile(64, 128, 8), Tile(128, 64, 10))
 
@@ -114,8 +114,7 @@ def main() -> int:
             if made is None:
                 print(f"{spec.name}: not a product of the kernel")
                 continue
-            copies = -(-COLD_BYTES // (spec.n * spec.k * 2))
-            weights = [0.02 * torch.randn(spec.n, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+            weights = cold_weights(spec, torch.device("cuda"), torch.bfloat16)
             for batch in options.batches:
                 rows += measure(spec.name, made, weights, batch, streams, end_s)
             del weights

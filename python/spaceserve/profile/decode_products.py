@@ -12,10 +12,10 @@ from spaceserve.skinny_gemm.choice import choose, graph_timer
 from spaceserve.skinny_gemm.kernel import Workspace, skinny_gemm
 from spaceserve.skinny_gemm.tiling import MAX_BATCH, Product, Tile, product
 
+from .workloads import cold_weights
+
 # By units of the group and product: the kernel for batches of up to so many, None for cuBLAS, the smallest first.
 Tiles = Mapping[tuple[int, Product], Sequence[tuple[int, Tile | None]]]
-# Together more than the L2 cache, as the weights of a model's layers are.
-COLD_BYTES = 256 << 20
 
 
 class DecodeProducts:
@@ -59,8 +59,7 @@ def measure_tiles(
         made = product(spec.n, spec.k)
         if made is None:
             continue
-        copies = -(-COLD_BYTES // (spec.n * spec.k * dtype.itemsize))
-        weights = [torch.randn((spec.n, spec.k), device=device, dtype=dtype) * spec.k**-0.5 for _ in range(copies)]
+        weights = cold_weights(spec, device, dtype)
         workspace = Workspace([made], MAX_BATCH, device)
         for group in groups:
             assert group.stream is not None, f"{group!r} has no stream"

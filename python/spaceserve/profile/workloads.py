@@ -15,6 +15,18 @@ from .kernels import Kernels, rotary
 Run = Callable[[], object]
 
 
+def cold_copies(num_bytes: int, device: torch.device, at_most: int = 64) -> int:
+    """How many tensors of this size exceed twice the L2 cache together; one where there is no such cache."""
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    return max(1, min(at_most, -(-2 * l2_bytes // max(1, num_bytes))))
+
+
+def cold_weights(spec: GemmSpec, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Weights [n, k] of a product to be used in turn, so that none is in the cache when its turn comes."""
+    copies = cold_copies(spec.n * spec.k * dtype.itemsize, device)
+    return [torch.randn((spec.n, spec.k), device=device, dtype=dtype) for _ in range(copies)]
+
+
 class Workloads:
     """Makes a callable for each operator and size. Tensors live as long as the callable.
 
@@ -27,21 +39,15 @@ class Workloads:
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
-        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-        self._cold_bytes = 2 * l2_bytes
         self._weights: tuple[str, list[torch.Tensor]] | None = None
 
     def _random(self, *size: int) -> torch.Tensor:
         return torch.randn(size, device=self.device, dtype=self.dtype)
 
-    def _copies(self, num_bytes: int, at_most: int = 64) -> int:
-        return max(1, min(at_most, -(-self._cold_bytes // max(1, num_bytes))))
-
     def _weights_of(self, spec: GemmSpec) -> list[torch.Tensor]:
         if self._weights is None or self._weights[0] != spec.name:
             self._weights = None  # the last operator's go first: lm_head alone is a gigabyte
-            copies = self._copies(spec.n * spec.k * self.dtype.itemsize)
-            self._weights = (spec.name, [self._random(spec.n, spec.k) for _ in range(copies)])
+            self._weights = (spec.name, cold_weights(spec, self.device, self.dtype))
         return self._weights[1]
 
     def gemm(self, spec: GemmSpec, rows: int) -> Run:
@@ -66,7 +72,7 @@ class Workloads:
         """One layer's attention of one new token for each of `batch` sequences."""
         d = self.shape.decoder
         q = self._random(batch, d.num_heads, d.head_dim)
-        copies = self._copies(batch * context * d.kv_bytes_per_token_per_layer(), at_most=16)
+        copies = cold_copies(batch * context * d.kv_bytes_per_token_per_layer(), self.device, at_most=16)
         kv = [self._random(2, batch, context, d.num_kv_heads, d.head_dim) for _ in range(copies)]
         lengths = torch.full((batch,), context, device=self.device, dtype=torch.int32)
         caches = itertools.cycle(kv)
