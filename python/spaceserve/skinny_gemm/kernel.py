@@ -8,8 +8,8 @@ their shadow.
 
 Work is split evenly: a tile of rows is cut into parts along K, and each block takes an equal, contiguous range of all
 parts ("stream-K"). A tile that lies in several blocks' ranges is summed by whichever of them ends last. Each part is
-summed for itself and the parts are added in their order, whoever does it: the result has the same bits on any number
-of SMs, so that a change of the partition changes no answer.
+summed for itself and the parts are added in their order, whoever does it: with one tile the result has the same bits on
+any number of SMs.
 
 Triton only; needs Hopper's TMA and wgmma to be worth it. `tiling` says how a product is cut, `choice` whether to use
 this or cuBLAS.
@@ -23,6 +23,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spaceserve.skinny_gemm.tiling import Product, Tile, batch_rows
+
+
+@triton.jit
+def _store_result(  # type: ignore[no-untyped-def]
+    y, y_ptr, bias_ptr, rows, cells, mask, n, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums, with the bias, to their cells of the result."""
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+    tl.store(y_ptr + cells, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 # Batch and cut vary: a kernel for each of their values would be compiled in vain.
@@ -58,10 +68,7 @@ def _skinny_gemm(  # type: ignore[no-untyped-def]
             if (tile * parts >= first) & ((tile + 1) * parts <= last):
                 total = acc if part == 0 else total + acc
                 if part == parts - 1:
-                    y = total
-                    if HAS_BIAS:
-                        y += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
-                    tl.store(y_ptr + cells, y.to(y_ptr.dtype.element_ty), mask=mask)
+                    _store_result(total, y_ptr, bias_ptr, rows, cells, mask, n, HAS_BIAS)
             else:
                 tl.store(sums_ptr + part * m * n + cells, acc, mask=mask, cache_modifier=".cg")
             acc = tl.full((ROWS, BATCH), 0.0, dtype=tl.float32)
@@ -86,9 +93,7 @@ def _skinny_gemm(  # type: ignore[no-untyped-def]
                 y = tl.load(sums_ptr + cells, mask=mask, other=0.0, cache_modifier=".cg")
                 for other in range(1, parts):
                     y += tl.load(sums_ptr + other * m * n + cells, mask=mask, other=0.0, cache_modifier=".cg")
-                if HAS_BIAS:
-                    y += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
-                tl.store(y_ptr + cells, y.to(y_ptr.dtype.element_ty), mask=mask)
+                _store_result(y, y_ptr, bias_ptr, rows, cells, mask, n, HAS_BIAS)
                 tl.store(counts_ptr + tile, 0)  # for the next product
 
 
@@ -125,7 +130,7 @@ def skinny_gemm(
         product: n, k and how k is cut (`tiling.product`).
         num_sms: of the current stream's group: the grid is one round of blocks on them.
 
-    Returns (m, n), equal in its bits for every `tile` and `num_sms`.
+    Returns (m, n), for one `tile` equal in its bits for every `num_sms`.
     """
     m = x.shape[0]
     y = torch.empty((m, product.n), dtype=x.dtype, device=x.device)
