@@ -201,8 +201,8 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled, *, whole_laye
     layer = compile_with(quick_gelu_layer)
 
     def attention(original: Callable[..., Any], self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        angles = kwargs.get("position_embeddings")
-        if args or angles is None or not _is_plain_attention(self, angles):
+        angles: Any = kwargs.get("position_embeddings")
+        if args or not _is_plain_attention(self, angles):
             return original(self, x, *args, **kwargs)
         batch, length = (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
         qkv = linear(self.qkv_proj, x.reshape(batch * length, -1))

@@ -89,7 +89,7 @@ class _Layout:
         return _PAYLOAD_OFFSET + self.payload.size + _CRC.size
 
 
-# timestamp_ns, step, running batch, sum of context, prefill running, last step
+# timestamp_ns, step, running batch, sum of context, prefill running
 _DECODE = _Layout(0x5350_4143_4542_0003, struct.Struct("<qQQQQ"))
 # timestamp_ns, encoder units, decoder masked
 _ENCODER = _Layout(0x5350_4143_4543_0001, struct.Struct("<qQ?"))
