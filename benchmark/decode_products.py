@@ -4,8 +4,8 @@
 
 Times the five products of a decode step (weights larger than the L2 cache in rotation, from CUDA graphs) on the whole
 device and on the groups that decode keeps where both sides are masked. Compares each result with a product in fp32,
-and its bits with those of the same product on all other groups. Ends with status 1 where a result is wrong, or where
-one tile's bits depend on the group. The table's last rows are sums over a decode step.
+and its bits with those of a second call. Ends with status 1 where a result is wrong or a second call's bits differ. The
+table's last rows are sums over a decode step.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from spaceserve.profile.workloads import cold_weights
 from spaceserve.sis.shapes import QWEN2_VL_7B, ModelShape, shape_from_model_path
 from spaceserve.skinny_gemm.choice import agrees, graph_timer
 from spaceserve.skinny_gemm.kernel import Workspace, skinny_gemm
-from spaceserve.skinny_gemm.tiling import MAX_BATCH, TILES, Product, Tile, product
+from spaceserve.skinny_gemm.tiling import TILES, Product, Tile, product
 
 GROUPS = (64, 48, 40, 32, 24)
 # Not among those that a server tries: to see whether one of them should be.
-MORE_TILES = (Tile(128, 128, 5), Tile(128, 128, 6, warps=8), Tile(256, 64, 5), Tile(64, 128, 8), Tile(128, 64, 10))
+MORE_TILES = (Tile(128, 128, 5), Tile(128, 256, 3, warps=8), Tile(64, 128, 2, blocks_per_sm=4))
 
 
 def streams_of(partitioner: Any) -> dict[int, Any]:
@@ -49,7 +49,8 @@ def measure(
     """One row for each kernel: ms, GB/s and what is wrong, by SMs."""
     x = torch.randn(batch, made.k, device="cuda", dtype=torch.bfloat16)
     reference = (x.float() @ weights[0].float().T).bfloat16()
-    workspace = Workspace([made], MAX_BATCH, x.device)
+    total_sms = max(streams)
+    workspace = Workspace([made], total_sms, x.device)
     gigabytes = made.n * made.k * 2e-9
     rows = []
     for tile in (None, *TILES, *MORE_TILES):
@@ -57,22 +58,20 @@ def measure(
             break
         if tile is not None and not tile.fits(batch):
             continue
-        row: dict[str, Any] = {"product": name, "n": made.n, "k": made.k, "parts": made.parts, "batch": batch}
+        row: dict[str, Any] = {"product": name, "n": made.n, "k": made.k, "batch": batch}
         row |= {"kernel": "cuBLAS" if tile is None else str(tile), "ms": {}, "gb_per_s": {}, "wrong": [], "bits": []}
-        bits: torch.Tensor | None = None
         for sms, stream in streams.items():
             call: Any = torch.nn.functional.linear
             if tile is not None:
                 call = partial(skinny_gemm, bias=None, product=made, tile=tile, num_sms=sms, workspace=workspace)
             try:
                 with torch.cuda.stream(stream):
-                    y = call(x, weights[0])
+                    y, again = call(x, weights[0]), call(x, weights[0])
                     stream.synchronize()
                     if not agrees(y, reference):
                         row["wrong"].append(sms)
-                    if bits is not None and not torch.equal(y, bits):
+                    if not torch.equal(y, again):
                         row["bits"].append(sms)
-                    bits = y if bits is None else bits
                     ms = graph_timer(stream)([partial(call, x, weight) for weight in weights])
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -139,7 +138,7 @@ def main() -> int:
         print(f"{step['batch']:>5} {step['sms']:>4} {step['cublas_ms']:>10.2f} {step['best_ms']:>8.2f} {ratio:>6.2f}")
     ours = [row for row in rows if row["kernel"] != "cuBLAS"]
     wrong, varying = [row for row in ours if row["wrong"]], [row for row in ours if row["bits"]]
-    print(f"{len(wrong)} rows wrong, {len(varying)} with bits that depend on the SMs, of {len(ours)}")
+    print(f"{len(wrong)} rows wrong, {len(varying)} with other bits in a second call, of {len(ours)}")
     return 1 if wrong or varying else 0
 
 

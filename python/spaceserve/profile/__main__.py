@@ -194,7 +194,8 @@ def profile(
     decode_groups = {**held_out_groups.decoder, **groups.decode}
     tiles: Tiles = {}
     if use_skinny_gemm and on_gpu:
-        tiles = measure_tiles(shape, decode_groups.values(), grid.batches, device, dtype)
+        groups_of_decode, total = decode_groups.values(), partitioner.total_units
+        tiles = measure_tiles(shape, groups_of_decode, total, grid.batches, device, dtype)
     products = DecodeProducts(tiles, partitioner.total_units, device)
     for group in decode_groups.values():
         products.register(group)

@@ -10,7 +10,7 @@ from spaceserve.partition import UnitGroup
 from spaceserve.sis.shapes import ModelShape
 from spaceserve.skinny_gemm.choice import choose, graph_timer
 from spaceserve.skinny_gemm.kernel import Workspace, skinny_gemm
-from spaceserve.skinny_gemm.tiling import MAX_BATCH, Product, Tile, product
+from spaceserve.skinny_gemm.tiling import Product, Tile, product
 
 from .workloads import cold_weights
 
@@ -45,12 +45,17 @@ class DecodeProducts:
             return torch.nn.functional.linear(x, weight)
         workspace = self._workspaces.get(stream)
         if workspace is None:
-            workspace = self._workspaces[stream] = Workspace(self._products, MAX_BATCH, self._device)
+            workspace = self._workspaces[stream] = Workspace(self._products, self._total_units, self._device)
         return skinny_gemm(x, weight, None, made, tile, units, workspace)
 
 
 def measure_tiles(
-    shape: ModelShape, groups: Iterable[UnitGroup], batches: Sequence[int], device: torch.device, dtype: torch.dtype
+    shape: ModelShape,
+    groups: Iterable[UnitGroup],
+    total_units: int,
+    batches: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tiles:
     """Choose kernels for the decoder's products on each group, as the scheduler does where it starts."""
     tiles: dict[tuple[int, Product], list[tuple[int, Tile | None]]] = {}
@@ -60,7 +65,7 @@ def measure_tiles(
         if made is None:
             continue
         weights = cold_weights(spec, device, dtype)
-        workspace = Workspace([made], MAX_BATCH, device)
+        workspace = Workspace([made], total_units, device)
         for group in groups:
             assert group.stream is not None, f"{group!r} has no stream"
             with torch.cuda.stream(group.stream):

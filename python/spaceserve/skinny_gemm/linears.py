@@ -61,8 +61,8 @@ class SkinnyLinears:
         self._measured: set[int] = set()
         self._num_sms = 0  # of the group whose graphs are being captured; 0 between captures
 
-    def register(self, modules: Sequence[nn.Module], batches: Sequence[int]) -> None:
-        """Take `modules` with a `weight` that fits the kernel; decode will have `batches`."""
+    def register(self, modules: Sequence[nn.Module], batches: Sequence[int], total_sms: int) -> None:
+        """Take `modules` with a `weight` that fits the kernel; decode will have `batches`, the device `total_sms`."""
         weights: dict[Product, list[torch.Tensor]] = defaultdict(list)
         for module in modules:
             weight = module.weight
@@ -74,7 +74,7 @@ class SkinnyLinears:
         self._weights, self._batches = dict(weights), [size for size in batches if size <= MAX_BATCH]
         if weights and self._batches:
             device = next(iter(weights.values()))[0].device
-            self._workspace = Workspace(list(weights), max(self._batches), device)
+            self._workspace = Workspace(list(weights), total_sms, device)
 
     @contextmanager
     def on(self, num_sms: int, stream: Any) -> Iterator[None]:
@@ -144,8 +144,8 @@ def skinny_linear_hooks(linears: SkinnyLinears, layers_of: Callable[[Any], Seque
             original(model_runner, capture_decode_cuda_graph)
             return
         model, decode = model_runner.model, model_runner.server_args.cuda_graph_config.decode
-        linears.register(linears_of(layers_of(model), getattr(model, "lm_head", None)), decode.bs or ())
         num_sms = torch.cuda.get_device_properties(model_runner.gpu_id).multi_processor_count
+        linears.register(linears_of(layers_of(model), getattr(model, "lm_head", None)), decode.bs or (), num_sms)
         with linears.on(num_sms, torch.cuda.Stream()):
             original(model_runner, capture_decode_cuda_graph)
 
