@@ -17,6 +17,7 @@ Why the graphs of all groups may share what SGLang's graphs share:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -256,13 +257,19 @@ def _on_one_stream(kv_pool: Any) -> Iterator[None]:
 def decoder_groups(partitioner: Partitioner) -> list[Any]:
     """The decoder's groups, largest first: complements of groups that the encoder uses beside decode.
 
-    64, 48, 32 and 16 of an H200's 132 SMs, beside 68, 84, 100 and 116 of the encoder.
+    64, 48, 40, 32, 24 and 16 of an H200's 132 SMs, beside 68, 84, 92, 100, 108 and 116 of the encoder: those that leave
+    prefill its lanes, the smallest, and one between two where decode would lose a third or more from one to the next.
     """
     total = partitioner.total_units
     beside = lane_rungs(partitioner.rungs, math.ceil(MIN_DECODER_SHARE * total))
     most = total - math.ceil(SMALLEST_DECODER_SHARE * total)
     last = max((units for units in partitioner.rungs if units <= most), default=0)
-    groups = [partitioner.complement_of(units) for units in sorted({*beside, last} - {0})]
+    encoder_units = sorted({*beside, last} - {0})
+    for small, large in itertools.pairwise(tuple(encoder_units)):
+        between = [units for units in partitioner.rungs if small < units < large]
+        if between and 3 * (total - large) <= 2 * (total - small):
+            encoder_units.append(between[len(between) // 2])
+    groups = [partitioner.complement_of(units) for units in sorted(encoder_units)]
     return [group for group in groups if group is not None]
 
 
