@@ -4,9 +4,10 @@
 
 Attention: FA3 as SGLang's vision layers call it, cuDNN through torch's SDPA, and FA4's kernel for Hopper (package
 flash-attn-4, where it can be imported) with several tiles, over the heads of Qwen2-VL's encoder (16 of 80). Then the
-encoder of Qwen2-VL-7B with random weights, as SGLang runs it, with `spaceserve.encoder.fused`, and with its layers
-compiled as a whole ("layers"), and what one launch of each kind costs the host. Writes encoder-kernels.json; one line
-for each row, times in ms. Nothing else should compute on the GPU.
+encoder of Qwen2-VL-7B with random weights, as SGLang runs it, with `spaceserve.encoder.fused`, with the attention that
+a server chooses for long images ("chosen"), and with its layers compiled as a whole ("layers"), and what one launch of
+each kind costs the host. Writes encoder-kernels.json; one line for each row, times in ms. Nothing else should compute
+on the GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 from servebench.environment import describe, scrub
+from spaceserve.encoder import long_attention
 
 HEADS, HEAD_DIM = 16, 80
 REPO = Path(__file__).resolve().parent.parent
@@ -69,12 +71,7 @@ class Inputs:
 
 
 def fa3(x: Inputs) -> torch.Tensor:
-    from sgl_kernel.flash_attn import flash_attn_varlen_func
-
-    found: torch.Tensor = flash_attn_varlen_func(
-        x.q, x.k, x.v, x.starts, x.starts, max_seqlen_q=x.longest, max_seqlen_k=x.longest
-    )
-    return found
+    return long_attention.fa3(x.q, x.k, x.v, x.starts, x.longest, None)
 
 
 def cudnn(x: Inputs) -> torch.Tensor:
@@ -179,6 +176,7 @@ def measure_encoder(tokenizer: Path, work_dir: Path, result: dict[str, Any]) -> 
     from spaceserve.encoder.model import VisionEncoder, encoder_only_hooks
     from spaceserve.families import find_family
     from spaceserve.hooks import install
+    from spaceserve.partition import serving_partitioner
 
     model = work_dir / "model"
     script = Path(__file__).with_name("dummy_model.py")
@@ -199,10 +197,24 @@ def measure_encoder(tokenizer: Path, work_dir: Path, result: dict[str, Any]) -> 
     grids = {name: [(1, side, side)] for name, side in SIDES.items()}
     pixels = {name: torch.randn(side * side, 1176, device="cuda", dtype=torch.bfloat16) for name, side in SIDES.items()}
     plain: dict[str, torch.Tensor] = {}
-    for tag in ("plain", "fused", "layers"):
+    chosen = long_attention.LongAttention()
+    for tag in ("plain", "fused", "chosen", "layers"):
         if tag == "fused":
-            install(fused_hooks(family))
+            install(fused_hooks(family, long_attention=chosen))
+        elif tag == "chosen":
+            found = long_attention.heads_of(encoder.blocks(), encoder.dtype)
+            assert found is not None
+            groups = long_attention.usual_groups(serving_partitioner("cuda:0", prepare="groups"))
+            begun = time.monotonic()
+            chosen.choose(encoder.device, *found, SIDES["2048"] ** 2, groups)
+            result["choice"] = {
+                "taken": chosen.choice,
+                "seconds": time.monotonic() - begun,
+                "measured": [vars(row) | {"gain": row.gain} for row in chosen.rows],
+            }
+            print(f"{'choice':14}", chosen.choice, long_attention.describe(chosen.rows), flush=True)
         elif tag == "layers":
+            chosen.min_length = None
             hooks = fused_hooks(family, whole_layers=True)
             (layer,) = [hook for hook in hooks if hook.target.endswith("Block.forward")]
             block: Any = type(encoder.blocks()[0])

@@ -127,6 +127,12 @@ class SpaceServeConfig:
     encoder_preprocess_threads: int | None = _setting(
         None, "Threads of the encoder worker that decode and resize images. Default: from the cores.", type=int
     )
+    encoder_attention: str = _setting(
+        "auto",
+        "Attention of the encoder on Hopper GPUs: 'auto' (for long images FA4's kernel, from the length on from which "
+        "it is quicker than FA3, measured at the start) or 'fa3' (SGLang's for all).",
+        choices=("auto", "fa3"),
+    )
     encoder_timeout_s: float = _setting(
         1800.0, "Longest wait of a request for its features before it fails with HTTP 503.", type=float
     )

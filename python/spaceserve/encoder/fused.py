@@ -1,6 +1,7 @@
 """The encoder's forward with less memory traffic and no waits of the host, on CUDA: hooks into SGLang's vision layers.
 
-Attention and products are SGLang's; what changes is what stands between them:
+Products are SGLang's, and so is attention but for long images (long_attention.py); what changes is what stands between
+them:
 
 - QuickGELU is three kernels over the widest activations in SGLang. Here it is one.
 - The queries and keys that rotary embedding makes are contiguous whatever comes in: the copies of q, k and v before it
@@ -25,12 +26,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from spaceserve.encoder.long_attention import LongAttention
 from spaceserve.families import Family
 from spaceserve.hooks import Hook
 
 # Attention that takes v with any stride between tokens.
 STRIDED_BACKENDS = ("fa3", "fa4")
 MAX_CACHED_ANGLES = 32
+NO_WINDOW = (-1, -1)
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +108,7 @@ def _packed_attention(
         max_seqlen_q=length,
         max_seqlen_k=length,
         softmax_scale=scale,
-        window_size=(-1, -1),
+        window_size=NO_WINDOW,
     )
     return output
 
@@ -189,13 +192,20 @@ def _is_plain_attention(attention: Any, angles: Any) -> bool:
     )
 
 
-def fused_hooks(family: Family, compile_with: Compile = _compiled, *, whole_layers: bool = False) -> list[Hook]:
+def fused_hooks(
+    family: Family,
+    compile_with: Compile = _compiled,
+    *,
+    whole_layers: bool = False,
+    long_attention: LongAttention | None = None,
+) -> list[Hook]:
     """Hooks for the encoder worker's process on CUDA; installed before the model is made.
 
     Args:
         compile_with: makes kernels of the functions above; the identity in tests.
         whole_layers: compile whole layers, where they are plain, instead of their pieces: one call of compiled code for
             each layer, not three. Not measured on a GPU yet (benchmark/encoder_kernels.py does), so off.
+        long_attention: says which batches take FA4's attention; None: SGLang's for all.
     """
     gelu, rotate, add_norm = (compile_with(f) for f in (quick_gelu, rotate_queries_and_keys, add_layer_norm))
     layer = compile_with(quick_gelu_layer)
@@ -227,6 +237,7 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled, *, whole_laye
         if (
             whole_layers
             and metadata is not None
+            and not getattr(metadata, "takes_fa4", False)
             and x.shape[1] == 1
             and _is_plain_attention(attn, angles)
             and all(map(is_plain, (attn.qkv_proj, attn.proj, mlp.fc1, mlp.fc2)))
@@ -249,9 +260,34 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled, *, whole_laye
         return x + linear(mlp.fc2, gelu(linear(mlp.fc1, normed)))
 
     def metadata(original: Callable[..., Any], cu_seqlens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("max_seqlen") is None and cu_seqlens.device.type == "cpu":
-            kwargs["max_seqlen"] = int(cu_seqlens.diff().max())
-        return original(cu_seqlens, *args, **kwargs)
+        if cu_seqlens.device.type != "cpu":
+            return original(cu_seqlens, *args, **kwargs)
+        lengths = cu_seqlens.diff().tolist()
+        if kwargs.get("max_seqlen") is None:
+            kwargs["max_seqlen"] = max(lengths)
+        found = original(cu_seqlens, *args, **kwargs)
+        if long_attention is not None and long_attention.takes(lengths):
+            found.takes_fa4 = True  # for all layers that are given these sequences
+        return found
+
+    def flash_attention(
+        original: Callable[..., Any],
+        self: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        found = kwargs.get("forward_metadata")
+        is_plain = not args and kwargs.get("s_aux") is None and kwargs.get("window_size", NO_WINDOW) == NO_WINDOW
+        if long_attention is not None and is_plain and getattr(found, "takes_fa4", False):
+            assert found is not None
+            scale = kwargs.get("softmax_scale")
+            output = long_attention.attend(q, k, v, found.cu_seqlens, found.max_seqlen, scale)
+            if output is not None:
+                return output
+        return original(self, q, k, v, *args, **kwargs)
 
     vision = "sglang.srt.layers.attention.vision"
     hooks = [
@@ -277,6 +313,16 @@ def fused_hooks(family: Family, compile_with: Compile = _compiled, *, whole_laye
             parameters=("grid_thw",),
         ),
     ]
+    if long_attention is not None:
+        hooks.append(
+            Hook(
+                target=f"{vision}.VisionFlash3Attention.forward",
+                function=flash_attention,
+                kind="around",
+                why="FA4 for long images, where it is quicker",
+                parameters=("q", "k", "v", "softmax_scale", "forward_metadata"),
+            )
+        )
     if family.quick_gelu_block is not None:
         hooks += [
             Hook(

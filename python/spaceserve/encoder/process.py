@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spaceserve.channels import Channels
 from spaceserve.config import SpaceServeConfig
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.server_args import ServerArgs
 
+    from spaceserve.encoder.long_attention import LongAttention
     from spaceserve.encoder.model import VisionEncoder
     from spaceserve.encoder.service import EncoderService
     from spaceserve.encoder.split import EncoderSplit
@@ -99,6 +100,28 @@ def _warm_up(encoder: VisionEncoder, capacity_patches: int) -> None:
         torch.cuda.synchronize()
 
 
+def _choose_attention(
+    chosen: LongAttention, encoder: VisionEncoder, image_processor: Any, spec: WorkerSpec, split: EncoderSplit
+) -> None:
+    """Measure which attention is quicker for the longest images of this server; SGLang's where that fails."""
+    from spaceserve.encoder.long_attention import heads_of
+    from spaceserve.families import image_grid
+
+    if spec.epoch > 0:
+        logger.info("Encoder attention: FA3 only; this worker replaces one that failed, and is to be ready soon")
+        return
+    try:
+        found = heads_of(encoder.blocks(), encoder.dtype)
+        if found is None:
+            logger.info("Encoder attention: SGLang's; its layers are not those that are known")
+            return
+        side = int(spec.config.encoder_max_image_pixels**0.5)
+        _, rows, columns = image_grid(image_processor, spec.server_args.mm_process_config.get("image", {}), side, side)
+        chosen.choose(encoder.device, *found, rows * columns, split.usual_groups())
+    except Exception as error:
+        logger.warning("Encoder attention: FA3 only; %s", reason_of(error))
+
+
 def run_encoder_process(spec: WorkerSpec) -> None:
     """Entry point of the process. Returns never, except through an exception, which ends the process with code 1."""
     from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
@@ -149,6 +172,7 @@ def _serve(spec: WorkerSpec) -> None:
     from spaceserve.encoder.fused import fused_hooks
     from spaceserve.encoder.heartbeat import Heartbeat
     from spaceserve.encoder.host_tier import HostTier
+    from spaceserve.encoder.long_attention import LongAttention
     from spaceserve.encoder.model import VisionEncoder, encoder_only_hooks
     from spaceserve.encoder.preprocess import Preprocessor
     from spaceserve.encoder.runner import BatchRunner
@@ -164,8 +188,9 @@ def _serve(spec: WorkerSpec) -> None:
 
     channels, config = spec.channels, spec.config
     install(encoder_only_hooks(spec.family))
+    long_attention = LongAttention() if config.encoder_attention == "auto" else None
     if spec.server_args.device == "cuda":
-        install(fused_hooks(spec.family))
+        install(fused_hooks(spec.family, long_attention=long_attention))
     heartbeat = Heartbeat(channels.heartbeat)
     heartbeat.beat_while_starting()
     num_cores = len(os.sched_getaffinity(0))
@@ -183,8 +208,6 @@ def _serve(spec: WorkerSpec) -> None:
         0 if gpu is None else gpu.multi_processor_count,
         spec.server_args.model_path,
     )
-    with _memory_for("--encoder-batch-capacity-patches"):
-        _warm_up(encoder, capacity)
     processor = _get_processor_wrapper(spec.server_args)
     preprocessor = Preprocessor(processor, spec.server_args.mm_process_config, encoder.device)
     num_threads = config.encoder_preprocess_threads or max(1, min(8, num_cores // 2))
@@ -196,6 +219,11 @@ def _serve(spec: WorkerSpec) -> None:
         own_board_name=channels.encoder_board,
         ladder_path=Path(channels.decoder_sms_file),
     )
+    if long_attention is not None and gpu is not None:
+        # Before the warm-up, whose memory stays taken: what was needed to measure goes back.
+        _choose_attention(long_attention, encoder, processor.image_processor, spec, split)
+    with _memory_for("--encoder-batch-capacity-patches"):
+        _warm_up(encoder, capacity)
     split.attach(encoder.blocks())
     sm_partition_path = Path(channels.sm_partition_file)
     split.follow(sm_partition_path)

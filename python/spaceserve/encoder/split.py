@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from spaceserve.encoder.gpu_state import GpuStateReader, state_changed
+from spaceserve.encoder.long_attention import usual_groups
 from spaceserve.encoder.split_mode import SisFactory, SplitMode, SplitModes, sis_factory
 from spaceserve.encoder.timing import BatchTiming
 from spaceserve.encoder.units_in_use import UnitsInUse
@@ -153,6 +154,11 @@ class EncoderSplit:
             logger.info("The encoder's SMs are now %s", mode)
 
     # ---- batches
+
+    def usual_groups(self) -> list[UnitGroup]:
+        """Groups on which batches will run, for what is measured before; none where there is no partition."""
+        mode = self._mode
+        return [] if mode.partitioner is None else usual_groups(mode.partitioner, mode.static_units)
 
     @contextmanager
     def for_batch(self, patches: Sequence[int]) -> Iterator[BatchTiming]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from spaceserve.encoder.long_attention import LENGTHS, Heads, usual_groups
 from spaceserve.partition import Partitioner, make_partitioner
 from spaceserve.partition.mps import gpu_is_present
 from spaceserve.sis.curves import DeviceCurves
@@ -60,6 +61,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--skinny-gemm", choices=("auto", "off"), default="off", help="kernels of decode's products, as of the server"
     )
+    parser.add_argument(
+        "--encoder-attention",
+        choices=("auto", "fa3"),
+        default="auto",
+        help="attention of the encoder, as of the server",
+    )
     parser.add_argument("--no-contention", action="store_true", help="do not measure one side beside the other")
     parser.add_argument("--no-graphs", action="store_true", help="launch from Python, not from CUDA graphs")
     parser.add_argument("--validate", action="store_true", help="measure whole forwards of sizes that were left out")
@@ -86,6 +93,7 @@ def library_versions(kernels: Kernels, backend: str) -> dict[str, str]:
         except Exception as error:
             logger.debug("driver version unknown: %s", error)
     found["attention_kernel"], found["pointwise_kernel"] = kernels.attention, kernels.pointwise
+    found["encoder_attention"] = kernels.attention if kernels.attention != "fa3" else kernels.long_attention.choice
     return found
 
 
@@ -170,6 +178,7 @@ def profile(
     under_mps: bool = False,
     budget_s: float | None = None,
     use_skinny_gemm: bool = False,
+    use_long_attention: bool = True,
     show_progress: bool = True,
     save: Callable[[DeviceCurves], None] | None = None,
     save_operators: Callable[[list[dict[str, Any]]], None] | None = None,
@@ -180,7 +189,8 @@ def profile(
     and left out. `save` is called with what there is after every part, so that an interrupted profile leaves it, and
     `save_operators` with the raw times where no curves can be made of them. `under_mps`: this process is a client of
     MPS, so that another can run beside it. `use_skinny_gemm`: products of decode take the kernels of a server with
-    `--skinny-gemm auto`. `budget_s`: after it contention and sharing begin nothing more; what is
+    `--skinny-gemm auto`, and `use_long_attention`: the encoder's attention is that of one with
+    `--encoder-attention auto`. `budget_s`: after it contention and sharing begin nothing more; what is
     missing for that is among the failed parts.
     """
     on_gpu = device.type == "cuda"
@@ -200,6 +210,11 @@ def profile(
     for group in decode_groups.values():
         products.register(group)
     kernels = choose_kernels(device, dtype, products.linear if tiles else torch.nn.functional.linear)
+    if use_long_attention and on_gpu:
+        e = shape.encoder
+        heads = Heads(num_heads=e.num_heads, num_kv_heads=e.num_heads, head_dim=e.head_dim, dtype=dtype)
+        # As a server that uses SIS and takes images of any size.
+        kernels.long_attention.choose(device, kernels.attention, heads, LENGTHS[-1], usual_groups(partitioner))
     work = Workloads(shape, device, dtype, kernels)
     operators = sweep.operators_of(shape, work, grid)
     timer: Timer = CudaTimer(use_graphs) if on_gpu else CpuTimer()
@@ -363,6 +378,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 num_rungs=arguments.rungs,
                 under_mps=arguments.under_mps,
                 use_skinny_gemm=arguments.skinny_gemm == "auto",
+                use_long_attention=arguments.encoder_attention == "auto",
                 budget_s=QUICK_BUDGET_S if arguments.quick and arguments.budget_s is None else arguments.budget_s,
                 save=save,
                 save_operators=save_operators,

@@ -7,11 +7,13 @@ embedding), an operation that reads and writes the same bytes stands in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+
+from spaceserve.encoder.long_attention import LongAttention, fa3
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +27,30 @@ def rotary(x: Tensor, cosine: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Fused norms and activations, which attention is used ("fa3" or "sdpa"), and what multiplies in a decode step."""
+    """Fused norms and activations, which attention is used ("fa3" or "sdpa"), what multiplies in a decode step, and
+    which images take the encoder's other attention (none until it has chosen)."""
 
     attention: str
     pointwise: str
     rms_norm: Callable[[Tensor, Tensor], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     decode_linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    long_attention: LongAttention = field(default_factory=LongAttention)
 
-    def encoder_attention(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
-        """Images of `length` patches packed one after another. q, k, v: [patches, heads, head_dim]."""
+    def encoder_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, length: int, lengths: Sequence[int] = ()
+    ) -> Tensor:
+        """Images packed one after another. q, k, v: [patches, heads, head_dim].
+
+        Args:
+            length: patches of the largest image.
+            lengths: of each, where they differ.
+        """
         if self.attention == "fa3":
-            from sgl_kernel.flash_attn import flash_attn_varlen_func
-
-            return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, length, length)
+            output = None
+            if self.long_attention.takes(lengths or (length,)):
+                output = self.long_attention.attend(q, k, v, cu_seqlens, length, None)
+            return fa3(q, k, v, cu_seqlens, length, None) if output is None else output
         # [images, heads, length, head_dim] views: no copy for equal lengths, which is what a profile measures.
         q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)

@@ -75,7 +75,7 @@ class EncoderModel:
             if self.kernels.attention == "sdpa" and len(set(patches)) > 1:
                 parts = zip(q.split(list(patches)), k.split(list(patches)), v.split(list(patches)), strict=True)
                 return torch.cat([self.kernels.encoder_attention(a, b, c, ends, a.shape[0]) for a, b, c in parts])
-            return self.kernels.encoder_attention(q, k, v, ends, max(patches))
+            return self.kernels.encoder_attention(q, k, v, ends, max(patches), patches)
 
         def forward() -> Tensor:
             h = F.linear(pixels, self.patch_embed)
