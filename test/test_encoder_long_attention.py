@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import logging
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from spaceserve.config import SpaceServeConfig
-from spaceserve.encoder import long_attention
+from spaceserve.encoder import long_attention, process
 from spaceserve.encoder.fused import fused_hooks
 from spaceserve.encoder.long_attention import (
     LENGTHS,
@@ -31,6 +32,7 @@ from spaceserve.encoder.long_attention import (
     obstacle,
     usual_groups,
 )
+from spaceserve.encoder.split import EncoderSplit
 from spaceserve.families import FAMILIES
 from spaceserve.hooks import Hook, check_signature
 from spaceserve.partition import SimulatedPartitioner
@@ -350,7 +352,53 @@ def test_the_profile_takes_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_option() -> None:
-    assert SpaceServeConfig().encoder_attention == "auto"
+    parser = argparse.ArgumentParser()
+    SpaceServeConfig.add_cli_args(parser)
+    for given, wanted in (([], "auto"), (["--encoder-attention", "fa3"], "fa3")):
+        assert SpaceServeConfig.from_cli_args(parser.parse_args(given)).encoder_attention == wanted
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--encoder-attention", "fa4"])
+
+
+def test_the_worker_asks_for_its_longest_image_on_its_groups(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    asked: list[Any] = []
+    monkeypatch.setattr(LongAttention, "choose", lambda self, *args: asked.append(args))
+    layer = SimpleNamespace(
+        qkv_backend_name="fa3", num_attention_heads_per_partition=2, num_attention_kv_heads_per_partition=1, head_size=8
+    )
+    encoder: Any = SimpleNamespace(
+        device=CPU, dtype=torch.bfloat16, blocks=lambda: [SimpleNamespace(attn=layer)] if layer else []
+    )
+    processor = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": 12_845_056}, patch_size=14, merge_size=2)
+    split = EncoderSplit(CPU, "static:8", partitioner_factory=lambda: SimulatedPartitioner(total_units=32))
+    assert EncoderSplit(CPU).usual_groups() == []
+
+    def start(epoch: int = 0, image: dict[str, int] | None = None, **config: Any) -> None:
+        server_args = SimpleNamespace(mm_process_config={"image": image or {}})
+        spec: Any = SimpleNamespace(epoch=epoch, config=SpaceServeConfig(**config), server_args=server_args)
+        process._choose_attention(LongAttention(), encoder, processor, spec, split)
+
+    start()
+    start(image={"min_pixels": 3136, "max_pixels": 1024 * 1024})
+    start(encoder_max_image_pixels=1_000_000)
+    assert [args[:3] for args in asked] == [(CPU, "fa3", HEADS)] * 3
+    assert [args[3] for args in asked] == [256 * 256, 72 * 72, 72 * 72]
+    assert all([group.granted for group in args[4]] == [8] for args in asked)
+    asked.clear()
+    start(epoch=1)
+    processor.size = {}
+    start()
+    layer = None  # type: ignore[assignment]
+    start()
+    assert not asked
+    assert [record.levelname for record in caplog.records if "Encoder attention" in record.message] == [
+        "INFO",
+        "WARNING",
+        "INFO",
+    ]
 
 
 # ---- FA4 itself: it compiles for Hopper where there is no GPU
