@@ -30,13 +30,7 @@ from spaceserve.skinny_gemm.tiling import TILES, Product, Tile, product
 
 GROUPS = (64, 48, 40, 32, 24)
 # Not among those that a server tries: to see whether one of them should be.
-MORE_TILES = (
-    Tile(1, 4, early=True),
-    Tile(2, 2, early=True),
-    Tile(1, 5),
-    Tile(1, 2, blocks_per_sm=2),
-    Tile(2, 2, warps=8, blocks_per_sm=2),
-)
+MORE_TILES = (Tile(128, 128, 5), Tile(128, 256, 3, warps=8), Tile(64, 128, 2, blocks_per_sm=4))
 
 
 def streams_of(partitioner: Any) -> dict[int, Any]:
@@ -62,6 +56,8 @@ def measure(
     for tile in (None, *TILES, *MORE_TILES):
         if time.monotonic() > end_s:
             break
+        if tile is not None and not tile.fits(batch):
+            continue
         row: dict[str, Any] = {"product": name, "n": made.n, "k": made.k, "batch": batch}
         row |= {"kernel": "cuBLAS" if tile is None else str(tile), "ms": {}, "gb_per_s": {}, "wrong": [], "bits": []}
         for sms, stream in streams.items():

@@ -37,7 +37,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.Path) -> None:
     files = [file for file in (folder / "spaceserve").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     assert len(files) > 100
     assert not {str(file.relative_to(folder)) for file in files} - packed
-    for needed in ("demo/model/model.safetensors", "partition/probe.cu", "skinny_gemm/kernel.cu", "py.typed"):
+    for needed in ("demo/model/model.safetensors", "partition/probe.cu", "py.typed"):
         assert f"spaceserve/{needed}" in packed
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from spaceserve.nvrtc import NvrtcUnavailable, compile_cubin
+from spaceserve.partition import PartitionUnavailable
 from spaceserve.partition.cuda_driver import CudaDriverError, check
-from spaceserve.partition.probe import SOURCE
+from spaceserve.partition.probe import compile_cubin
 
 pytestmark = pytest.mark.cpu
 
@@ -166,8 +166,8 @@ def test_a_driver_error_is_named() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_probe_kernels_compile(arch: str) -> None:
     try:
-        cubin = compile_cubin(SOURCE, arch)
-    except NvrtcUnavailable as error:
+        cubin = compile_cubin(arch)
+    except PartitionUnavailable as error:
         pytest.skip(str(error))
     assert cubin[:4] == b"\x7fELF"
     for kernel in (b"occupy", b"stream_read"):
@@ -178,6 +178,6 @@ def test_a_source_that_does_not_compile_shows_the_compilers_log(tmp_path: Path) 
     (tmp_path / "bad.cu").write_text("__global__ void f() { undeclared(); }")
     try:
         with pytest.raises(RuntimeError, match="undeclared"):
-            compile_cubin(tmp_path / "bad.cu", "sm_90")
-    except NvrtcUnavailable as error:
+            compile_cubin("sm_90", tmp_path / "bad.cu")
+    except PartitionUnavailable as error:
         pytest.skip(str(error))

@@ -1,23 +1,22 @@
-"""The skinny product: its cut, its results on a CPU for which it is compiled, that it compiles for Hopper, its use."""
+"""The skinny product: its cut, its results in Triton's interpreter, that it compiles for Hopper, where it is used."""
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import nn
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from spaceserve.hooks import check_signature
-from spaceserve.nvrtc import compile_cubin
 from spaceserve.profile import decode_products
 from spaceserve.profile.decode_products import DecodeProducts, Tiles
 from spaceserve.skinny_gemm import kernel, linears
@@ -30,7 +29,7 @@ from spaceserve.skinny_gemm.tiling import (
     TILES,
     Product,
     Tile,
-    batch_tiles,
+    batch_rows,
     product,
 )
 
@@ -45,100 +44,111 @@ SHAPES = [
 ]  # fmt: skip
 
 
-HEADERS = Path(__file__).resolve().parent.parent / "csrc" / "testing"
-Run = Callable[..., None]
-
-
 @pytest.fixture(scope="module")
-def on_host(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tile, int, torch.dtype], Run]:
-    """Compiles the kernel for the CPU, where the lanes of a warp are threads."""
-    folder = tmp_path_factory.mktemp("skinny_gemm")
-
-    @cache
-    def build(tile: Tile, batch: int, dtype: torch.dtype) -> Run:
-        library = folder / f"{tile.row_tiles}-{tile.stages}-{tile.warps}-{batch}-{dtype}.so"
-        source = library.with_suffix(".cpp")
-        parameters = (
-            "const u16 *w, const u16 *x, const u16 *bias, u16 *y, float *sums, int *counts, int m, int n, int k"
-        )
-        source.write_text(
-            f'#include "{kernel.SOURCE}"\n'
-            f'extern "C" void run(int blocks, {parameters}) '
-            "{ run_grid(skinny_gemm, blocks, WARPS, w, x, bias, y, sums, counts, m, n, k); }\n"
-        )
-        macros = [f"-D{name}={value}" for name, value in kernel.defines(tile, batch, dtype).items()]
-        flags = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-I{HEADERS}", "-DON_HOST"]
-        subprocess.run(["c++", *flags, *macros, "-o", library, source], check=True)
-        function = ctypes.CDLL(str(library)).run
-        function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 6, *[ctypes.c_int] * 3]
-
-        def run(blocks: int, tensors: Sequence[torch.Tensor | None], m: int, made: Product) -> None:
-            pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-            function(blocks, *pointers, m, made.n, made.k)
-
-        return run
-
-    return build
+def interpreted() -> Any:
+    """The module of the kernel, once more, with a kernel that Triton interprets on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec = importlib.util.spec_from_file_location("interpreted_skinny_gemm", kernel.__file__)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_shapes_of_models_are_products_of_the_kernel(n: int, k: int) -> None:
+def test_products_are_a_whole_number_of_stages_for_any_tile(n: int, k: int) -> None:
     found = product(n, k)
-    assert found == Product(n, k)
+    assert found is not None
     for tile in TILES:
-        assert tile.tiles(found) * tile.rows >= n
-        assert n % (16 * tile.row_tiles) == 0
+        assert k % tile.columns == 0
+        assert tile.units(found) * tile.rows * tile.columns >= n * k
+        # The kernel computes shares in 32 bits.
+        assert (tile.units(found) + 1) * 132 * tile.blocks_per_sm < 2**31
 
 
-@pytest.mark.parametrize(("n", "k"), [(3584, 3600), (3584, 0), (16, 3584), (3584 + 16, 3584)])
+@pytest.mark.parametrize(("n", "k"), [(3584, 3712), (3584, 0), (32, 3584), (3588 + 2, 3584)])
 def test_other_products_are_left_to_cublas(n: int, k: int) -> None:
     assert product(n, k) is None
 
 
 def test_batches() -> None:
-    assert [batch_tiles(m) for m in (1, 8, 9, 16, 17, 32)] == [1, 1, 2, 2, 4, 4]
+    assert [batch_rows(m) for m in (1, 16, 17, 32)] == [16, 16, 32, 32]
     assert max(BATCHES) == MAX_BATCH
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(
-    ("tile", "m", "dtype"),
-    [
-        (Tile(1, 4, warps=2), 1, torch.bfloat16),
-        (Tile(1, 3, warps=2), 5, torch.float16),
-        (Tile(2, 2, warps=1), 8, torch.bfloat16),
-        (Tile(1, 4, warps=1), 13, torch.bfloat16),
-        (Tile(2, 2, warps=2), 27, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize("m", [1, 5, 17])
 @pytest.mark.parametrize("bias", [False, True])
-def test_result_is_that_of_a_linear_layer_on_any_number_of_blocks(
-    on_host: Callable[[Tile, int, torch.dtype], Run], tile: Tile, m: int, dtype: torch.dtype, bias: bool
-) -> None:
-    run = on_host(tile, m, dtype)
-    # A tile of a block is not full, one is; a multiple of no number of stages.
-    made = Product(n=tile.rows + 32 if tile.rows > 32 else 96, k=448)
+def test_result_is_that_of_a_linear_layer_on_any_number_of_sms(interpreted: ModuleType, m: int, bias: bool) -> None:
+    # Not a multiple of the tile's rows; fp16, because the interpreter cannot multiply bf16.
+    made = Product(n=200, k=512)
     generator = torch.Generator().manual_seed(m)
-    x, w, b = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((m, made.k), (made.n, made.k), (made.n,))
-    )
-    reference = (x.float() @ w.float().T + (b.float() if bias else 0.0)).to(dtype)
-    counts = torch.zeros(tile.tiles(made) * tile.warps, dtype=torch.int32)
-    # Whole tiles; tiles shared by two; by more, some blocks within one tile; one unit for each block.
-    for blocks in (1, 2, 3, 5, tile.units(made)):
-        y = torch.full((m, made.n), float("nan"), dtype=dtype)
-        sums = torch.full((blocks * 2 * tile.warps * tile.sums(m) * 32,), float("nan"))
-        run(blocks, (w, x, b if bias else None, y, sums, counts), m, made)
-        assert not counts.any(), "the next product begins with counts of zero"
-        assert agrees(y, reference), f"{blocks} blocks"
+    x, w, b = (torch.randn(shape, generator=generator).half() for shape in ((m, 512), (200, 512), (200,)))
+    workspace = Workspace([made], 132, torch.device("cpu"))
+    workspace.sums.fill_(float("nan"))
+    reference = (x.float() @ w.float().T + (b.float() if bias else 0.0)).half()
+    for tile in (Tile(64, 128, 3), Tile(128, 64, 2)):
+        # Whole tiles; tiles shared by two; by up to six, some blocks within one tile; one stage for each block.
+        for num_sms in (1, 3, 5, 11, 100):
+            y = interpreted.skinny_gemm(x, w, b if bias else None, made, tile, num_sms, workspace)
+            assert not workspace.counts.any(), "the next product begins with counts of zero"
+            assert agrees(y, reference), f"{tile} on {num_sms} SMs"
+
+
+def test_tiles_shared_by_many_blocks_wait_for_the_last(interpreted: ModuleType) -> None:
+    """More blocks than tiles: each tile is summed by one of them, from what all wrote."""
+    made = Product(n=64, k=1024)
+    x, w = torch.ones((2, 1024), dtype=torch.float16), torch.full((64, 1024), 0.5, dtype=torch.float16)
+    workspace = Workspace([made], 132, torch.device("cpu"))
+    workspace.sums.fill_(float("nan"))
+    for num_sms in (5, 8):
+        y = interpreted.skinny_gemm(x, w, None, made, Tile(64, 128, 2), num_sms, workspace)
+        assert torch.equal(y, torch.full((2, 64), 512.0, dtype=torch.float16))
+
+
+def test_a_workspace_for_fewer_sms_is_refused(interpreted: ModuleType) -> None:
+    made = Product(n=4096, k=512)
+    x, w = torch.ones((1, 512), dtype=torch.float16), torch.ones((4096, 512), dtype=torch.float16)
+    workspace = Workspace([made], 2, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="made for fewer"):
+        interpreted.skinny_gemm(x, w, None, made, Tile(256, 64, 2, blocks_per_sm=2), 64, workspace)
+
+
+def compiled(tile: Tile, batch: int) -> Any:
+    constants = {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "BATCH": batch,
+        "STAGES": tile.stages,
+        "HAS_BIAS": True,
+    }
+    signature = {
+        "w_desc": f"tensordesc<bf16[{tile.rows},{tile.columns}]>",
+        "x_desc": f"tensordesc<bf16[{batch},{tile.columns}]>",
+        **dict.fromkeys(("y_ptr", "bias_ptr"), "*bf16"),
+        "sums_ptr": "*fp32",
+        "counts_ptr": "*i32",
+        **dict.fromkeys(("m", "n", "steps"), "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    source = ASTSource(kernel._skinny_gemm, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.warps})
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_kernel_compiles_for_hopper(tile: Tile, batch: int) -> None:
-    cubin = compile_cubin(kernel.SOURCE, "sm_90", kernel.defines(tile, batch, torch.bfloat16))
-    assert cubin[:4] == b"\x7fELF"
-    assert b"skinny_gemm" in cubin
+def test_kernel_compiles_for_hopper_as_it_is_meant(tile: Tile, batch: int) -> None:
+    if not tile.fits(batch):
+        assert batch > min(BATCHES), "a tile for no batch"
+        return
+    binary = compiled(tile, batch)
+    ptx = binary.asm["ptx"]
+    assert "wgmma.mma_async" in ptx, "products on the tensor cores, weights from shared memory"
+    # Two operands in each stage but one before the loop, and two within it: copies run ahead.
+    assert ptx.count("cp.async.bulk.tensor") == 2 * tile.stages
+    assert tile.shared_bytes(batch) - 256 <= binary.metadata.shared + 1024 <= tile.shared_bytes(batch), "for `fits`"
 
 
 def times(skinny_ms: dict[Tile, float], cublas_ms: float) -> Callable[[Sequence[Any]], float]:

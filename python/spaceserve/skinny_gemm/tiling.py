@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Rows of x for which the kernel is compiled, in tiles of 8, and the most for which reading weights is all that counts.
-BATCHES = (8, 16, 32)
+# Rows of x that one wgmma instruction takes at least, and the most for which reading weights is still all that counts.
+BATCHES = (16, 32)
 MAX_BATCH = BATCHES[-1]
-# Columns of the weights in a unit of work.
-COLUMNS = 64
-# Every tile of a warp has so many rows, or half of them.
-ROW_GRAIN = 32
+# Every tile's columns divide it.
+COLUMN_GRAIN = 256
+MIN_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -23,59 +22,67 @@ class Product:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a warp multiplies at a time, and how much it loads ahead.
+    """What one block reads at a time, and how far ahead.
 
     Attributes:
-        row_tiles: tiles of 16 rows of W that a warp has at a time.
-        stages: units (of 64 columns) that a warp has in registers or on the way to them.
+        rows, columns: of the weight in one stage.
+        stages: in shared memory at once.
         warps: of a block.
-        blocks_per_sm: that an SM has the registers for, and that are started.
-        early: whether the kernel may start before the one ahead of it has ended, to load its first weights.
+        blocks_per_sm: that fit into an SM's shared memory and are started.
     """
 
-    row_tiles: int
+    rows: int
+    columns: int
     stages: int
-    warps: int = 16
+    warps: int = 4
     blocks_per_sm: int = 1
-    early: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of W in a tile of a block."""
-        return 16 * self.row_tiles * self.warps
 
     def tiles(self, product: Product) -> int:
-        """Tiles of rows, the last one perhaps a part of one."""
+        """Tiles of rows."""
         return -(-product.n // self.rows)
 
     def units(self, product: Product) -> int:
-        """What is shared out among the blocks."""
-        return self.tiles(product) * (product.k // COLUMNS)
+        """Stages of all tiles: what is shared out among the blocks."""
+        return self.tiles(product) * (product.k // self.columns)
 
-    def sums(self, batch: int) -> int:
-        """Sums that a lane has, for x of `batch` rows."""
-        return 4 * self.row_tiles * batch_tiles(batch)
+    def shared_bytes(self, batch: int, element_bytes: int = 2) -> int:
+        """Shared memory of a block, for x of `batch` rows: stages, a tile's sums, and what is the same for all."""
+        rows = batch_rows(batch)
+        stages = self.stages * (self.rows + rows) * self.columns * element_bytes
+        return stages + self.rows * rows * 4 + SHARED_BYTES_BESIDE
+
+    def fits(self, batch: int) -> bool:
+        """Whether an SM has the shared memory of its blocks, for x of `batch` rows."""
+        return self.blocks_per_sm * self.shared_bytes(batch) <= SHARED_BYTES_PER_SM
 
 
+# Of an SM of Hopper.
+SHARED_BYTES_PER_SM = 228 << 10
+# Of a block: 1 KiB for the system, and barriers.
+SHARED_BYTES_BESIDE = 1280
 # Candidates that `choice` measures. To take 64 bytes a clock from an L2 cache that is 1 us away, an SM needs about
-# 100 KiB in flight: 512 threads with 16 loads of 16 bytes have 128.
+# 100 KiB in flight. Between two stages a block waits for its products; other blocks of the SM read meanwhile.
 TILES = (
-    Tile(1, 4),
-    Tile(1, 3),
-    Tile(2, 2),
-    Tile(1, 4, warps=8, blocks_per_sm=2),
-    Tile(1, 4, warps=4, blocks_per_sm=4),
+    Tile(128, 128, 5, warps=8),
+    Tile(64, 256, 5),
+    Tile(256, 64, 5, warps=8),
+    Tile(64, 128, 4, blocks_per_sm=2),
+    Tile(128, 64, 5, blocks_per_sm=2),
+    Tile(128, 64, 4, blocks_per_sm=2),
+    Tile(64, 128, 3, blocks_per_sm=3),
+    Tile(128, 64, 3, blocks_per_sm=3),
+    Tile(64, 64, 5, blocks_per_sm=4),
 )
 
 
 def product(n: int, k: int) -> Product | None:
-    """The product with W (n, k), or None where this kernel does not do it: n must be a multiple of 32, k of 64."""
-    if n < ROW_GRAIN or n % ROW_GRAIN or k % COLUMNS or k == 0:
+    """The product with W (n, k), or None where this kernel does not do it: k must be a multiple of 256, n of 8."""
+    if n < MIN_ROWS or n % 8 or k % COLUMN_GRAIN or k == 0:
         return None
     return Product(n, k)
 
 
-def batch_tiles(m: int) -> int:
-    """Tiles of 8 rows of x that the kernel multiplies for `m` that there are: those of the next of BATCHES."""
+def batch_rows(m: int) -> int:
+    """Rows of x that the kernel multiplies for `m` that there are: the next of BATCHES."""
     assert 1 <= m <= MAX_BATCH, m
-    return next(rows for rows in BATCHES if rows >= m) // 8
+    return next(rows for rows in BATCHES if rows >= m)
