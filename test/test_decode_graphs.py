@@ -584,12 +584,16 @@ def test_another_back_end_s_groups_are_not_captured(tmp_path: Path, on_a_gpu: Si
 
 def test_a_server_that_was_not_asked_says_how_to_ask(tmp_path: Path) -> None:
     path = tmp_path / "decoder.json"
-    assert decode_graphs("sis", path, "unused", lambda: False, None) is None
+    assert decode_graphs("sis", path, "unused", lambda: False, None, on_gpu=True) is None
     left = DecoderLadder.read(path)
     assert left is not None
     with pytest.raises(ValueError, match=r"start the server with --sm-partition both\+sis"):
         left.check(0)
-    assert decode_graphs("both+sis", path, "unused", lambda: False, None) is not None
+    for mode in ("both+sis", "auto"):
+        graphs = decode_graphs(mode, path, "unused", lambda: False, None, on_gpu=True)
+        assert graphs is not None
+        assert graphs.was_asked_for == (mode != "auto")
+    assert decode_graphs("auto", path, "unused", lambda: False, None, on_gpu=False) is None
 
 
 def test_sglang_has_what_the_hooks_and_the_capture_rely_on(tmp_path: Path) -> None:

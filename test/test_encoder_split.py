@@ -28,6 +28,7 @@ from spaceserve.config import SmPartition, SpaceServeConfig
 from spaceserve.encoder.gpu_state import state_changed
 from spaceserve.encoder.split import EncoderSplit, make_split
 from spaceserve.encoder.split_metrics import SplitMetrics
+from spaceserve.encoder.split_mode import SplitModes
 from spaceserve.partition import SimulatedPartitioner
 from spaceserve.sis import DecodeState, GpuState, SpaceInferenceScheduler, StateBoardWriter
 from spaceserve.sis.decoder_ladder import DecoderLadder
@@ -104,7 +105,7 @@ def make_bench(request: pytest.FixtureRequest) -> Iterator[Callable[..., Bench]]
 
 
 def test_modes_are_read_and_others_refused() -> None:
-    assert SmPartition.parse("auto") == SmPartition(kind="auto")
+    assert SmPartition.parse("auto") == SmPartition(kind="auto", mask_mode="both", is_default=True)
     assert SmPartition.parse("static:64") == SmPartition(kind="static", num_sms=64)
     assert SmPartition.parse("sis") == SmPartition(kind="sis")
     assert SmPartition.parse("sis:0.5") == SmPartition(kind="sis", decode_weight=0.5)
@@ -462,6 +463,39 @@ def test_auto_asks_for_decodes_groups_too_where_it_means_off(
     snapshot = make_bench("both+auto", ladder_path=tmp_path / "decoder.json").split.snapshot()
     assert snapshot["mode"] == "both+auto"
     assert "decode has no CUDA graphs" in snapshot["mask_error"]
+
+
+def test_the_default_masks_both_sides_where_that_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "decoder.json"
+
+    def modes(device: str) -> SplitModes:
+        return SplitModes(
+            torch.device(device),
+            partitioner_factory=lambda: SimulatedPartitioner(total_units=TOTAL_SMS, min_units=16, step=8),
+            sis_factory=lambda rungs, mask_mode: SpaceInferenceScheduler(
+                standin_curves(), rungs, mask_mode=mask_mode, decode_weight=2.5
+            ),
+            ladder_path=path,
+            reconsider_layers=0,
+        )
+
+    on_gpu = modes("cuda")
+    first = on_gpu.find_at_start("auto")
+    assert (first.mask_mode, first.mask_error, first.may_improve) == ("encoder", None, True)
+    assert first.sis is not None
+    assert first.decode_weight == 2.5, "that of the objective"
+    assert on_gpu.improved(first) is None
+    LADDER.write(path)
+    later = on_gpu.improved(first)
+    assert later is not None
+    assert (later.mask_mode, later.mask_error, later.may_improve) == ("both", None, False)
+    assert later.sis is not first.sis
+    assert on_gpu.find("sis:4").mask_mode == "encoder"
+    assert on_gpu.find("sis:4").decode_weight == 4
+    DecoderLadder(reason="not with several ranks").write(path)
+    assert on_gpu.find("auto").mask_mode == "encoder"
+    assert on_gpu.find("auto").mask_error is None
+    assert modes("cpu").find_at_start("auto").partitioner is None
 
 
 def test_the_scheduler_reads_where_the_batch_runs(

@@ -54,6 +54,7 @@ class SmPartition:
         decode_weight: W of `sis:W`.
         reconsider_layers: K of `sis:W:K`; overrides `--sm-reconsider-layers`.
         mask_mode: which sides keep to SMs of their own: "encoder", or "both" after the prefix `both+`.
+        is_default: plain `auto`: both sides where that can be, the encoder alone elsewhere.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class SmPartition:
     decode_weight: float | None = None
     reconsider_layers: int | None = None
     mask_mode: MaskMode = "encoder"
+    is_default: bool = False
 
     @staticmethod
     def parse(text: str) -> SmPartition:
@@ -68,6 +70,8 @@ class SmPartition:
         all but off also after `both+`."""
         mask_mode: MaskMode = "both" if text.startswith(BOTH_PREFIX) else "encoder"
         kind, *numbers = text.removeprefix(BOTH_PREFIX).split(":")
+        if text == "auto":
+            return SmPartition(kind=kind, mask_mode="both", is_default=True)
         if not numbers and (kind in ("auto", "sis") or (kind == "off" and mask_mode == "encoder")):
             return SmPartition(kind=kind, mask_mode=mask_mode)
         if kind == "static" and len(numbers) == 1 and _is_whole(numbers[0]) and int(numbers[0]) > 0:
@@ -150,8 +154,9 @@ class SpaceServeConfig:
     sm_partition: str = _setting(
         "auto",
         "SMs of the encoder worker: 'sis' (chosen for every batch; 'sis:W' weighs a decode step W times), 'static:N' "
-        "(N SMs), 'off' (no mask), or 'auto' ('sis' on a GPU with MPS, 'off' elsewhere). After 'both+', as in "
-        "'both+sis', decode keeps to the other SMs meanwhile, with CUDA graphs that are captured at the start.",
+        "(N SMs), 'off' (no mask), or 'auto' ('both+sis' on a GPU, 'sis' where decode cannot be masked, 'off' on the "
+        "CPU). After 'both+', as in 'both+sis', decode keeps to the other SMs meanwhile, with CUDA graphs that are "
+        "captured at the start.",
     )
     sm_reconsider_layers: int = _setting(
         0,
@@ -165,7 +170,7 @@ class SpaceServeConfig:
         choices=ENCODER_WORKER_MODES,
     )
     skinny_gemm: str = _setting(
-        "off",
+        "auto",
         "Kernels of decode's matrix products in CUDA graphs, batches of up to 32: 'auto' (SpaceServe's or cuBLAS's, "
         "whichever is quicker on the SMs in question, measured at the start; Hopper GPUs) or 'off' (cuBLAS's).",
         choices=("auto", "off"),

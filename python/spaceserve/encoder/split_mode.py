@@ -13,6 +13,7 @@ import torch
 from spaceserve.config import SmPartition
 from spaceserve.partition import Partitioner
 from spaceserve.sis.decoder_ladder import DecoderLadder
+from spaceserve.sis.delay import DECODE_WEIGHT
 from spaceserve.sis.policy import MaskMode, Objective, SpaceInferenceScheduler
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of `sis` without a weight: the delay of an answer that streams counts as much as that of a request that waits.
-DEFAULT_DECODE_WEIGHT = 1.0
 OBJECTIVES: dict[str, Objective] = {"delay": "least_delay", "time": "least_time"}
+# Of `sis` without a weight. In the paper's objective a step counts as much as a batch.
+DEFAULT_DECODE_WEIGHTS = {"delay": DECODE_WEIGHT, "time": 1.0}
 NO_LADDER = DecoderLadder(reason="the scheduler has not said yet for which SMs it has CUDA graphs of decode")
 
 SisFactory = Callable[[Sequence[int], MaskMode], SpaceInferenceScheduler]
@@ -49,7 +50,7 @@ class SplitMode:
     partitioner: Partitioner | None = None
     static_units: int | None = None
     sis: SpaceInferenceScheduler | None = None
-    decode_weight: float = DEFAULT_DECODE_WEIGHT
+    decode_weight: float = DECODE_WEIGHT
     reconsider_layers: int = 0
     mask_mode: MaskMode = "encoder"
     mask_error: str | None = None
@@ -81,7 +82,7 @@ class SplitModes:
         self._ladder_path = ladder_path
         self._reconsider_layers = reconsider_layers
         self._partitioner: Partitioner | None = None
-        self._sis_of: dict[MaskMode, SpaceInferenceScheduler] = {}
+        self._sis_of: dict[MaskMode, tuple[SpaceInferenceScheduler, float]] = {}
 
     def find(self, name: str) -> SplitMode:
         """The mode of this name.
@@ -90,7 +91,7 @@ class SplitModes:
             ValueError: an unknown mode, units that the device cannot grant, or both sides to be masked where decode has
                 no group beside these units.
         """
-        return self._find(name, self._ladder() or NO_LADDER)
+        return self._find(name, self._ladder() or NO_LADDER, SmPartition.parse(name))
 
     def find_at_start(self, name: str) -> SplitMode:
         """As `find`, but where decode has no group beside these units, or none yet, the encoder alone is masked."""
@@ -106,18 +107,21 @@ class SplitModes:
 
     def _find_or_mask_encoder(self, name: str, ladder: DecoderLadder | None) -> SplitMode:
         """`ladder` None: not known yet."""
+        asked = SmPartition.parse(name)
         try:
-            return self._find(name, ladder or NO_LADDER)
+            return replace(
+                self._find(name, ladder or NO_LADDER, asked), may_improve=asked.is_default and ladder is None
+            )
         except ValueError as error:
-            asked = SmPartition.parse(name)
             if asked.mask_mode == "encoder":
                 raise
             alone = self._find(name, NO_LADDER, replace(asked, mask_mode="encoder"))
             return replace(alone, mask_error=str(error), may_improve=ladder is None)
 
-    def _find(self, name: str, ladder: DecoderLadder, asked: SmPartition | None = None) -> SplitMode:
-        asked = asked or SmPartition.parse(name)
+    def _find(self, name: str, ladder: DecoderLadder, asked: SmPartition) -> SplitMode:
         kind = asked.kind
+        if asked.is_default and not ladder.rungs:
+            asked = replace(asked, mask_mode="encoder")
         if kind == "auto":
             kind = "sis" if self._device.type == "cuda" else "off"
         layers = self._reconsider_layers if asked.reconsider_layers is None else asked.reconsider_layers
@@ -138,8 +142,9 @@ class SplitModes:
         if len(partitioner.rungs) < 2:
             logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
             return replace(mode, static_units=partitioner.total_units)
-        weight = DEFAULT_DECODE_WEIGHT if asked.decode_weight is None else asked.decode_weight
-        return replace(mode, sis=self._made_sis(partitioner, asked.mask_mode, ladder), decode_weight=weight)
+        sis, default = self._made_sis(partitioner, asked.mask_mode, ladder)
+        weight = default if asked.decode_weight is None else asked.decode_weight
+        return replace(mode, sis=sis, decode_weight=weight)
 
     def _made_partitioner(self) -> Partitioner:
         if self._partitioner is None:
@@ -150,11 +155,13 @@ class SplitModes:
 
     def _made_sis(
         self, partitioner: Partitioner, mask_mode: MaskMode, ladder: DecoderLadder
-    ) -> SpaceInferenceScheduler:
+    ) -> tuple[SpaceInferenceScheduler, float]:
+        """The SIS of a mask mode, and the decode weight that it was made with."""
         if mask_mode not in self._sis_of:
             assert self._sis_factory is not None, "the mode sis needs a sis_factory"
             rungs = partitioner.rungs if mask_mode == "encoder" else ladder.encoder_rungs(partitioner.rungs)
-            self._sis_of[mask_mode] = self._sis_factory(rungs, mask_mode)
+            sis = self._sis_factory(rungs, mask_mode)
+            self._sis_of[mask_mode] = sis, sis.decode_weight
         return self._sis_of[mask_mode]
 
 
@@ -168,6 +175,7 @@ def sis_factory(config: SpaceServeConfig, device: torch.device, model_path: str)
             objective="tpot" if config.tpot_target_ms is not None else OBJECTIVES[config.sis_objective],
             tpot_target_ms=config.tpot_target_ms,
             mask_mode=mask_mode,
+            decode_weight=DEFAULT_DECODE_WEIGHTS[config.sis_objective],
         )
 
     return new_sis

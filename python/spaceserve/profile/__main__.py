@@ -254,7 +254,8 @@ def profile(
             device_name=torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}",
             total_units=partitioner.total_units,
             unit_kind="sm" if on_gpu else "core",
-            min_decoder_units=max(min(c.units) for n, c in summed.items() if not n.startswith("encoder")),
+            # Prefill is measured on larger groups only: that is not what decode needs.
+            min_decoder_units=max(min(c.units) for n, c in summed.items() if n.startswith("decode")),
             model_fingerprint=shape.fingerprint(),
             model=shape.to_json(),
             curves=summed,

@@ -33,7 +33,7 @@ from spaceserve.hooks import Hook
 from spaceserve.partition import Partitioner, serving_partitioner
 from spaceserve.ranks import has_several_ranks
 from spaceserve.scheduler.encoder_watch import EncoderWatch
-from spaceserve.scheduler.side_lanes import lane_rungs
+from spaceserve.scheduler.side_lanes import MIN_DECODER_SHARE, lane_rungs
 from spaceserve.sis.decoder_ladder import DecoderLadder
 from spaceserve.skinny_gemm.linears import SkinnyLinears
 
@@ -43,9 +43,8 @@ logger = logging.getLogger(__name__)
 SHARING_ATTENTION_BACKENDS = ("fa3",)
 # Larger batches decode on the whole device: each graph costs time at the start and a few MiB.
 MAX_BATCH = 64
-# Decode keeps a quarter of the device (32 of an H200's 132 SMs) where encoder and prefill keep up; it is twice as slow
-# on the smallest group, an eighth, and has that where a deep queue is worth it (SIS says when).
-MIN_DECODER_SHARE = 0.24
+# Beside MIN_DECODER_SHARE (a quarter of the device, 32 of an H200's 132 SMs) encoder and prefill keep up; decode is
+# twice as slow on the smallest group, and has that where a deep queue is worth it (SIS says when).
 SMALLEST_DECODER_SHARE = 0.12
 # Left free for what comes after the graphs.
 MIN_FREE_BYTES = 1 << 30
@@ -91,6 +90,7 @@ class DecodeGraphs:
 
     Attributes:
         on_group: entered while graphs are captured on a group, given its units and its stream.
+        was_asked_for: False where it is the default, so that it is no fault if it cannot be.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class DecodeGraphs:
         self._count_step = count_step
         self._partitioner_factory = partitioner_factory
         self.on_group: Callable[[int, Any], AbstractContextManager[None]] = lambda units, stream: nullcontext()
+        self.was_asked_for = True
         self._partitioner: Partitioner | None = None  # green contexts must outlive the graphs
         self._runner: Any = None
         self._keys: dict[tuple[int, int], Any] = {}  # by decoder units and captured batch size
@@ -133,7 +134,8 @@ class DecodeGraphs:
                 reason = f"capturing the graphs failed: {type(error).__name__}: {error}"
         if reason is not None:
             self.ladder = DecoderLadder(reason=f"decode cannot keep to SMs of its own: {reason}")
-            logger.warning("Decode cannot keep to SMs of its own, only the encoder: %s", reason)
+            level = logging.WARNING if self.was_asked_for else logging.INFO
+            logger.log(level, "Decode cannot keep to SMs of its own, only the encoder: %s", reason)
         self._write()
 
     def _capture(self, model_runner: Any) -> None:
@@ -295,17 +297,21 @@ def decode_graphs(
     prefill_in_flight: Callable[[], bool],
     metric_labels: dict[str, str] | None,
     linears: SkinnyLinears | None = None,
+    *,
+    on_gpu: bool,
 ) -> DecodeGraphs | None:
     """Decode's graphs where `--sm-partition` (`mode`) masks both sides; else the reason is left, and None returned.
 
     metric_labels: of the server's metrics; None where it has none.
     linears: choose the kernels of the decoder's products for each group; None: cuBLAS's.
     """
-    if SmPartition.parse(mode).mask_mode != "both":
+    asked = SmPartition.parse(mode)
+    if asked.mask_mode != "both" or (asked.is_default and not on_gpu):
         DecoderLadder(reason=NOT_ASKED_FOR).write(ladder_path)
         return None
     count_step = (lambda units: None) if metric_labels is None else step_counter(metric_labels)
     graphs = DecodeGraphs(ladder_path, EncoderWatch(board_name), prefill_in_flight, count_step)
+    graphs.was_asked_for = not asked.is_default
     if linears is not None:
         graphs.on_group = linears.on
     return graphs

@@ -297,6 +297,7 @@ def run_scheduler_process(
             lambda: side.in_flight,
             labels if server_args.enable_metrics else None,
             linears,
+            on_gpu=on_gpu,
         )
     hooks = decoder_only_hooks(family) + gate_hooks(gate, view, side, publisher, on_gpu=on_gpu)
     if config.prefill_beside_decode != "off":

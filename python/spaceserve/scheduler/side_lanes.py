@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # PyTorch's allocator keeps a prefill's memory for the next one on the same stream, so each lane may hold a gigabyte.
 MAX_LANES = 3
+# Of the device, for decode beside a lane; with less a step takes twice as long and more.
+MIN_DECODER_SHARE = 0.24
 
 
 def lane_rungs(rungs: Sequence[int], min_decoder_units: int = 1) -> tuple[int, ...]:
@@ -162,12 +165,11 @@ def lanes_for(
 
     def share_of(partitioner: Partitioner, mask_mode: MaskMode) -> PrefillShare:
         shape = shape_from_model_path(scheduler.server_args.model_path)
-        # The same lanes in both mask modes: each may hold a gigabyte.
-        beside = ladder().encoder_rungs(partitioner.rungs) if ladder().rungs else ()
+        # The same lanes in both mask modes: each may hold a gigabyte. Decode's ladder has a group beside each.
         return PrefillShare(
             curves_for(torch.cuda.get_device_name(device), num_sms, shape),
-            lane_rungs(beside or partitioner.rungs),
-            mask_mode if beside else "encoder",
+            lane_rungs(partitioner.rungs, math.ceil(MIN_DECODER_SHARE * num_sms)),
+            mask_mode if ladder().rungs else "encoder",
         )
 
     return PrefillLanes(

@@ -7,6 +7,10 @@ makes a token every `beside_ms` instead of every `alone_ms`, and falls behind by
 
 from __future__ import annotations
 
+# w where nothing else is asked for. With 1 a token that is late and a first token that is late count alike, and decode
+# gets so little that TPOT suffers (README, Measurements).
+DECODE_WEIGHT = 3.0
+
 
 def summed_delay_ms(
     work_ms: float,

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spaceserve.sis.curves import DeviceCurves
-from spaceserve.sis.delay import summed_delay_ms
+from spaceserve.sis.delay import DECODE_WEIGHT, summed_delay_ms
 from spaceserve.sis.policy import MaskMode
 
 
@@ -41,7 +41,7 @@ class PrefillShare:
         ValueError: no rung is left.
     """
 
-    DEFAULT_WEIGHT = 1.0
+    DEFAULT_WEIGHT = DECODE_WEIGHT
 
     def __init__(self, curves: DeviceCurves, rungs: Sequence[int], mask_mode: MaskMode = "encoder") -> None:
         self._curves = curves
