@@ -30,7 +30,14 @@ from spaceserve.skinny_gemm.tiling import TILES, Product, Tile, product
 
 GROUPS = (64, 48, 40, 32, 24)
 # Not among those that a server tries: to see whether one of them should be.
-MORE_TILES = (Tile(128, 128, 5), Tile(128, 256, 3, warps=8), Tile(64, 128, 2, blocks_per_sm=4))
+MORE_TILES = (
+    Tile(128, 128, 5, warps=8),
+    Tile(128, 256, 3, warps=8),
+    Tile(256, 64, 5, warps=8),
+    Tile(128, 64, 5, blocks_per_sm=2),
+    Tile(64, 128, 3, blocks_per_sm=3),
+    Tile(64, 64, 5, blocks_per_sm=4),
+)
 
 
 def streams_of(partitioner: Any) -> dict[int, Any]:
@@ -50,7 +57,7 @@ def measure(
     x = torch.randn(batch, made.k, device="cuda", dtype=torch.bfloat16)
     reference = (x.float() @ weights[0].float().T).bfloat16()
     total_sms = max(streams)
-    workspace = Workspace([made], total_sms, x.device)
+    workspace = Workspace([made], total_sms, x.device, (*TILES, *MORE_TILES))
     gigabytes = made.n * made.k * 2e-9
     rows = []
     for tile in (None, *TILES, *MORE_TILES):

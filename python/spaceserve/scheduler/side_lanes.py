@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # PyTorch's allocator keeps a prefill's memory for the next one on the same stream, so each lane may hold a gigabyte.
 MAX_LANES = 3
-# Of the device, for decode beside a lane; with less a step takes twice as long and more.
+# Of the device, for decode beside a lane or the encoder: 32 of an H200's 132 SMs. With less a step takes twice as long.
 MIN_DECODER_SHARE = 0.24
 
 

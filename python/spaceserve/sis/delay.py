@@ -7,9 +7,9 @@ makes a token every `beside_ms` instead of every `alone_ms`, and falls behind by
 
 from __future__ import annotations
 
-# w where nothing else is asked for. With 1 a token that is late and a first token that is late count alike, and decode
-# gets so little that TPOT suffers (README, Measurements).
-DECODE_WEIGHT = 3.0
+# w where nothing else is asked for: an answer that streams counts as much as a request that waits. With 3, tokens came
+# sooner than with 1 and first tokens later than stock's (docs/sis.md).
+DECODE_WEIGHT = 1.0
 
 
 def summed_delay_ms(

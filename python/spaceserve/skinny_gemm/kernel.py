@@ -16,6 +16,8 @@ this or cuBLAS.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -118,14 +120,17 @@ class Workspace:
     Args:
         products: those it is made for.
         num_sms: of the device.
+        tiles: with which it is used.
     """
 
-    def __init__(self, products: list[Product], num_sms: int, device: torch.device) -> None:
-        sums = max(tile.blocks_per_sm * tile.rows for tile in TILES) * num_sms * 2 * MAX_BATCH
+    def __init__(
+        self, products: Sequence[Product], num_sms: int, device: torch.device, tiles: Sequence[Tile] = TILES
+    ) -> None:
+        sums = max(tile.blocks_per_sm * tile.rows for tile in tiles) * num_sms * 2 * MAX_BATCH
         self.sums = torch.empty(sums, dtype=torch.float32, device=device)
         # A kernel leaves its counts at zero.
-        tiles = max((tile.tiles(product) for product in products for tile in TILES), default=1)
-        self.counts = torch.zeros(tiles, dtype=torch.int32, device=device)
+        counts = max((tile.tiles(product) for product in products for tile in tiles), default=1)
+        self.counts = torch.zeros(counts, dtype=torch.int32, device=device)
 
 
 def skinny_gemm(
