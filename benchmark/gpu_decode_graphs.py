@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--skinny-gemm", choices=("auto", "off"), default="off", help="as of the server")
+    parser.add_argument("--skinny-gemm", choices=("auto", "off"), default="auto", help="as of the server")
     parser.add_argument("--flags", default="--max-total-tokens 100000 --mem-fraction-static 0.6")
     options = parser.parse_args()
     began_s = time.monotonic()

@@ -301,8 +301,8 @@ def test_each_step_replays_the_graph_that_is_clear_of_encoder_and_prefill(tmp_pa
     graphs, state, runner = ready_graphs(tmp_path)
 
     def step(size: int = 8) -> str:
-        runner.load(size)
-        graphs.choose(runner)
+        with graphs.loading(runner):
+            runner.load(size)
         assert runner._replay_graph_key.size == size
         return str(runner._replay_graph_key.label)
 
@@ -329,12 +329,45 @@ def test_each_step_replays_the_graph_that_is_clear_of_encoder_and_prefill(tmp_pa
     assert json.loads((tmp_path / "decoder.json").read_text())["steps"] == {"32": 2, "48": 3, "64": 1, "132": 4}
 
 
+def test_attention_is_planned_for_the_sms_of_the_graph(tmp_path: Path) -> None:
+    graphs, state, runner = ready_graphs(tmp_path)
+    planned: list[tuple[int, int]] = []
+
+    def plan(*, batch_size: int, num_splits: int, sm_margin: int = 0) -> None:
+        planned.append((batch_size, sm_margin))
+
+    backend = SimpleNamespace(_get_scheduler_metadata=plan)
+    graphs._plan_attention(backend)
+
+    def step(size: int = 8) -> None:
+        with graphs.loading(runner):
+            runner.load(size)
+            backend._get_scheduler_metadata(batch_size=size, num_splits=0)
+
+    step()
+    state.encoder = 84
+    step()
+    step(16)  # no graph of that size
+    answers = iter([(84, True), (100, True)])
+    graphs._watch = SimpleNamespace(look=lambda: next(answers))  # type: ignore[assignment]
+    step()
+    assert runner._replay_graph_key.label == "sms48", (
+        "looked up once: the graph is that for which attention was planned"
+    )
+    backend._get_scheduler_metadata(batch_size=8, num_splits=0)  # a step without graphs
+    assert planned == [(8, 0), (8, 84), (16, 0), (8, 84), (8, 0)]
+    without = SimpleNamespace(_get_scheduler_metadata=None)
+    graphs._plan_attention(without)
+    assert without._get_scheduler_metadata is None
+
+
 def test_another_runner_s_graphs_are_left_alone(tmp_path: Path) -> None:
     graphs, state, _ = ready_graphs(tmp_path)
     state.encoder = 84
     other = Runner()
-    other.load(8)
-    graphs.choose(other)
+    with graphs.loading(other):
+        assert graphs.idle_units(8) == 0
+        other.load(8)
     assert other._replay_graph_key.label == ""
     assert state.counted == []
 
@@ -349,8 +382,8 @@ def test_a_choice_costs_microseconds(tmp_path: Path, name: str) -> None:
     graphs._watch.look()
     began = time.perf_counter()
     for _ in range(2000):
-        runner.load(8)
-        graphs.choose(runner)
+        with graphs.loading(runner):
+            runner.load(8)
     print(f"{(time.perf_counter() - began) / 2000 * 1e6:.1f} us a step")
     assert runner._replay_graph_key.label == "sms48"
     in_use.close()
@@ -381,6 +414,7 @@ class DecodeCudaGraphRunner:
             seq_lens=torch.zeros(4), seq_lens_cpu=torch.zeros(4), reset_index_buffers=lambda: None
         )
         self.backend: Any = FullCudaGraphBackend()
+        self.attn_backend = SimpleNamespace(_get_scheduler_metadata=lambda *, batch_size, sm_margin=0: sm_margin)
         self.captured: list[tuple[Any, int]] = []
         self.kv_pool: Any = SimpleNamespace(alt_stream=None)
         self.alt_streams: set[Any] = set()
@@ -530,8 +564,9 @@ def test_sglang_s_sizes_are_captured_on_every_group(tmp_path: Path, on_a_gpu: Si
     page = json.loads((tmp_path / "decoder.json").read_text())
     assert page["batch_sizes"] == [1, 2, 4, 8, 64]
     assert page["capture_mib"] == 0
-    runner._replay_graph_key = SimpleNamespace(size=8)  # type: ignore[attr-defined]
-    graphs.choose(runner)
+    with graphs.loading(runner):
+        runner._replay_graph_key = SimpleNamespace(size=8)  # type: ignore[attr-defined]
+        assert runner.attn_backend._get_scheduler_metadata(batch_size=8) == 84
     assert runner._replay_graph_key == (8, None, "sms48")  # type: ignore[attr-defined]
     assert runner.backend._graphs[runner._replay_graph_key] == "graph"  # type: ignore[attr-defined]
     assert runner.backend._graphs[8, None, None] == "SGLang's"
@@ -551,7 +586,8 @@ def test_a_capture_that_fails_leaves_sglang_s_graphs(
     assert left.rungs == ()
     assert "out of something" in left.reason
     runner._replay_graph_key = key = SimpleNamespace(size=8)  # type: ignore[attr-defined]
-    graphs.choose(runner)
+    with graphs.loading(runner):
+        pass
     assert runner._replay_graph_key is key  # type: ignore[attr-defined]
 
 
@@ -592,6 +628,7 @@ def test_a_server_that_was_not_asked_says_how_to_ask(tmp_path: Path) -> None:
 
 
 def test_sglang_has_what_the_hooks_and_the_capture_rely_on(tmp_path: Path) -> None:
+    import sglang
     from sglang.srt.distributed.parallel_state import graph_capture
     from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner as Theirs
     from sglang.srt.model_executor.runner.shape_key import ShapeKey
@@ -608,6 +645,16 @@ def test_sglang_has_what_the_hooks_and_the_capture_rely_on(tmp_path: Path) -> No
     assert "stream" in inspect.signature(graph_capture).parameters
     assert list(inspect.signature(Backend.capture_session).parameters) == ["self", "stream"]
     assert Theirs._make_graph_key(None, 8, None, "sms48") == ShapeKey(8, None, "sms48")
+    packages = Path(sglang.__file__).parent.parent
+    backend = (packages / "sglang/srt/layers/attention/flashattention_backend.py").read_text()
+    planning = backend[backend.index("def _compute_scheduler_metadata(") :].partition("\n    def ")[0]
+    assert "return self._get_scheduler_metadata(\n            batch_size=batch_size,\n" in planning
+    assert "sm_margin" not in planning, "which is ours to give"
+    fa3 = (packages / "sgl_kernel/flash_attn.py").read_text()
+    assert "sm_margin: int = 0" in fa3[fa3.index("def get_scheduler_metadata(") :]
+    load = inspect.getsource(Theirs.load_batch)
+    assert load.index("attn_backend.init_forward_metadata_out_graph(") < load.rindex("self._replay_graph_key = ")
+    assert "self.attn_backend = " in inspect.getsource(Theirs.__init__)
     execute = inspect.getsource(Theirs.execute)
     assert execute.index("self.load_batch(") < execute.index("self.backend.replay(self._replay_graph_key")
     assert "variant_label" not in inspect.getsource(Theirs.capture_prepare)

@@ -32,6 +32,7 @@ from spaceserve.encoder.split_mode import SplitModes
 from spaceserve.partition import SimulatedPartitioner
 from spaceserve.sis import DecodeState, GpuState, SpaceInferenceScheduler, StateBoardWriter
 from spaceserve.sis.decoder_ladder import DecoderLadder
+from spaceserve.sis.delay import DECODE_WEIGHT
 from spaceserve.sis.standin import TOTAL_SMS, standin_curves
 from spaceserve.sis.state_board import EncoderBoardReader
 
@@ -472,9 +473,7 @@ def test_the_default_masks_both_sides_where_that_can_be(tmp_path: Path) -> None:
         return SplitModes(
             torch.device(device),
             partitioner_factory=lambda: SimulatedPartitioner(total_units=TOTAL_SMS, min_units=16, step=8),
-            sis_factory=lambda rungs, mask_mode: SpaceInferenceScheduler(
-                standin_curves(), rungs, mask_mode=mask_mode, decode_weight=2.5
-            ),
+            sis_factory=lambda rungs, mask_mode: SpaceInferenceScheduler(standin_curves(), rungs, mask_mode=mask_mode),
             ladder_path=path,
             reconsider_layers=0,
         )
@@ -483,7 +482,7 @@ def test_the_default_masks_both_sides_where_that_can_be(tmp_path: Path) -> None:
     first = on_gpu.find_at_start("auto")
     assert (first.mask_mode, first.mask_error, first.may_improve) == ("encoder", None, True)
     assert first.sis is not None
-    assert first.decode_weight == 2.5, "that of the objective"
+    assert first.decode_weight == DECODE_WEIGHT
     assert on_gpu.improved(first) is None
     LADDER.write(path)
     later = on_gpu.improved(first)

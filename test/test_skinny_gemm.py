@@ -277,7 +277,10 @@ def test_profiled_products_take_the_kernel_of_the_streams_group(monkeypatch: pyt
         x = torch.randn(batch, 512)
         assert torch.equal(products.linear(x, weight), linear(x, weight))
     assert used == [(TILES[0], 32), (TILES[1], 32)], "for 6 cuBLAS is quicker, 33 is not a skinny batch"
+    assert products.idle_units() == 100
     current = SimpleNamespace(cuda_stream=0)
+    assert products.idle_units() == 0
+    assert DecodeProducts({}, 132, torch.device("cpu")).idle_units() == 0, "no groups: nothing is asked of CUDA"
     products.linear(torch.randn(3, 512), weight)
     assert used[-1] == (TILES[2], 132), "a stream of no group has the whole device"
     assert torch.equal(products.linear(torch.ones(1, 500), torch.ones(4, 500)), torch.full((1, 4), 500.0))

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OBJECTIVES: dict[str, Objective] = {"delay": "least_delay", "time": "least_time"}
-# Of `sis` without a weight. In the paper's objective a step counts as much as a batch.
-DEFAULT_DECODE_WEIGHTS = {"delay": DECODE_WEIGHT, "time": 1.0}
 NO_LADDER = DecoderLadder(reason="the scheduler has not said yet for which SMs it has CUDA graphs of decode")
 
 SisFactory = Callable[[Sequence[int], MaskMode], SpaceInferenceScheduler]
@@ -82,7 +80,7 @@ class SplitModes:
         self._ladder_path = ladder_path
         self._reconsider_layers = reconsider_layers
         self._partitioner: Partitioner | None = None
-        self._sis_of: dict[MaskMode, tuple[SpaceInferenceScheduler, float]] = {}
+        self._sis_of: dict[MaskMode, SpaceInferenceScheduler] = {}
 
     def find(self, name: str) -> SplitMode:
         """The mode of this name.
@@ -142,9 +140,8 @@ class SplitModes:
         if len(partitioner.rungs) < 2:
             logger.warning("No SM partition: %s; SIS has nothing to choose from", partitioner.describe())
             return replace(mode, static_units=partitioner.total_units)
-        sis, default = self._made_sis(partitioner, asked.mask_mode, ladder)
-        weight = default if asked.decode_weight is None else asked.decode_weight
-        return replace(mode, sis=sis, decode_weight=weight)
+        weight = DECODE_WEIGHT if asked.decode_weight is None else asked.decode_weight
+        return replace(mode, sis=self._made_sis(partitioner, asked.mask_mode, ladder), decode_weight=weight)
 
     def _made_partitioner(self) -> Partitioner:
         if self._partitioner is None:
@@ -155,13 +152,11 @@ class SplitModes:
 
     def _made_sis(
         self, partitioner: Partitioner, mask_mode: MaskMode, ladder: DecoderLadder
-    ) -> tuple[SpaceInferenceScheduler, float]:
-        """The SIS of a mask mode, and the decode weight that it was made with."""
+    ) -> SpaceInferenceScheduler:
         if mask_mode not in self._sis_of:
             assert self._sis_factory is not None, "the mode sis needs a sis_factory"
             rungs = partitioner.rungs if mask_mode == "encoder" else ladder.encoder_rungs(partitioner.rungs)
-            sis = self._sis_factory(rungs, mask_mode)
-            self._sis_of[mask_mode] = sis, sis.decode_weight
+            self._sis_of[mask_mode] = self._sis_factory(rungs, mask_mode)
         return self._sis_of[mask_mode]
 
 
@@ -175,7 +170,6 @@ def sis_factory(config: SpaceServeConfig, device: torch.device, model_path: str)
             objective="tpot" if config.tpot_target_ms is not None else OBJECTIVES[config.sis_objective],
             tpot_target_ms=config.tpot_target_ms,
             mask_mode=mask_mode,
-            decode_weight=DEFAULT_DECODE_WEIGHTS[config.sis_objective],
         )
 
     return new_sis

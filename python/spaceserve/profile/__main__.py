@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rungs", type=int, help="profile at most so many sizes of the encoder's group (9, quick 7)")
     parser.add_argument(
-        "--skinny-gemm", choices=("auto", "off"), default="off", help="kernels of decode's products, as of the server"
+        "--skinny-gemm", choices=("auto", "off"), default="auto", help="kernels of decode's products, as of the server"
     )
     parser.add_argument(
         "--encoder-attention",
@@ -209,7 +209,9 @@ def profile(
     products = DecodeProducts(tiles, partitioner.total_units, device)
     for group in decode_groups.values():
         products.register(group)
-    kernels = choose_kernels(device, dtype, products.linear if tiles else torch.nn.functional.linear)
+    kernels = choose_kernels(
+        device, dtype, products.linear if tiles else torch.nn.functional.linear, products.idle_units
+    )
     if use_long_attention and on_gpu:
         e = shape.encoder
         heads = Heads(num_heads=e.num_heads, num_kv_heads=e.num_heads, head_dim=e.head_dim, dtype=dtype)

@@ -34,6 +34,12 @@ class DecodeProducts:
         if group.stream is not None:
             self._units[group.stream.cuda_stream] = group.granted
 
+    def idle_units(self) -> int:
+        """Units of the device that the current stream does not have."""
+        if not self._units:
+            return 0
+        return self._total_units - self._units.get(torch.cuda.current_stream().cuda_stream, self._total_units)
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x (m, k), weight (n, k); (m, n)."""
         made = product(*weight.shape)

@@ -35,6 +35,8 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     decode_linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    # Units of the device that the current stream does not have: decode's attention splits its work for the others.
+    idle_units: Callable[[], int] = lambda: 0
     long_attention: LongAttention = field(default_factory=LongAttention)
 
     def encoder_attention(
@@ -60,7 +62,9 @@ class Kernels:
         if self.attention == "fa3":
             from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-            return flash_attn_with_kvcache(q.unsqueeze(1), k, v, cache_seqlens=lengths, causal=True)
+            return flash_attn_with_kvcache(
+                q.unsqueeze(1), k, v, cache_seqlens=lengths, causal=True, sm_margin=self.idle_units()
+            )
         out = F.scaled_dot_product_attention(
             q.unsqueeze(2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=q.shape[1] != k.shape[2]
         )
@@ -91,7 +95,10 @@ def _torch_silu_and_mul(x: Tensor) -> Tensor:
 
 
 def choose_kernels(
-    device: torch.device, dtype: torch.dtype, decode_linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    device: torch.device,
+    dtype: torch.dtype,
+    decode_linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    idle_units: Callable[[], int] = lambda: 0,
 ) -> Kernels:
     """The kernels of this device; each of SGLang's is tried once on small inputs, and a failure is logged."""
     plain = Kernels("sdpa", "torch", _torch_rms_norm, _torch_silu_and_mul, decode_linear)
@@ -135,4 +142,4 @@ def choose_kernels(
         pointwise, norm, act = "sgl_kernel", fused_rms_norm, fused_silu_and_mul
     except Exception as error:
         logger.warning("fused norms of sgl_kernel do not run here (%s): timed with torch's", error)
-    return Kernels(attention, pointwise, norm, act, decode_linear)
+    return Kernels(attention, pointwise, norm, act, decode_linear, idle_units)

@@ -113,6 +113,7 @@ class DecodeGraphs:
         self._keys: dict[tuple[int, int], Any] = {}  # by decoder units and captured batch size
         self._cost: dict[str, Any] = {}
         self._steps: dict[int, int] = {}
+        self._loading_for: int | None = None
         self._written_s = 0.0
 
     # ---- at the start
@@ -178,6 +179,7 @@ class DecodeGraphs:
         if not captured or not sizes:
             raise RuntimeError("no memory is left for them" if sizes else f"no batch size within {MAX_BATCH}")
         self._runner = runner
+        self._plan_attention(runner.attn_backend)
         self.ladder = DecoderLadder(total_units=partitioner.total_units, rungs=tuple(sorted(captured)))
         free_after, _ = torch.cuda.mem_get_info()
         self._cost = {
@@ -194,6 +196,20 @@ class DecodeGraphs:
             self._cost["capture_mib"],
         )
 
+    def _plan_attention(self, backend: Any) -> None:
+        """Let FA3 split a step's keys among the SMs of its graph, not among all of the device.
+
+        The graphs were captured with room for the splits of the whole device, and fewer SMs make no more of them.
+        """
+        plan = backend._get_scheduler_metadata
+        if plan is None:
+            return
+
+        def for_group(*, batch_size: int, **rest: Any) -> Any:
+            return plan(batch_size=batch_size, sm_margin=self.idle_units(batch_size), **rest)
+
+        backend._get_scheduler_metadata = for_group
+
     def _forget(self, runner: Any) -> None:
         """Give back the graphs of a capture that failed."""
         for key in self._keys.values():
@@ -203,18 +219,31 @@ class DecodeGraphs:
 
     # ---- before each decode step
 
-    def choose(self, runner: Any) -> None:
-        """`runner` has loaded a batch: let it replay the graph of the group that is clear of encoder and prefill."""
+    @contextmanager
+    def loading(self, runner: Any) -> Iterator[None]:
+        """While `runner` loads a batch; then let it replay the graph of the group that is clear of encoder and prefill.
+
+        Where the batch goes is looked up at the beginning, because attention is planned for it (`idle_units`).
+        """
         if runner is not self._runner:
+            yield
             return
-        key = runner._replay_graph_key
-        units = self._units()
-        ours = self._keys.get((units, key.size))
+        units = self._loading_for = self._units()
+        try:
+            yield
+        finally:
+            self._loading_for = None
+        ours = self._keys.get((units, runner._replay_graph_key.size))
         if ours is None:
             units = self.ladder.total_units
         else:
             runner._replay_graph_key = ours
         self._count(units)
+
+    def idle_units(self, size: int) -> int:
+        """Units that the batch being loaded, padded to `size`, will not run on; 0 where none is loaded."""
+        units = self._loading_for
+        return 0 if units is None or (units, size) not in self._keys else self.ladder.total_units - units
 
     def note_lane(self, num_sms: int) -> None:
         """The next prefill beside decode runs on `num_sms` SMs."""
@@ -311,8 +340,9 @@ def decode_graph_hooks(graphs: DecodeGraphs) -> list[Hook]:
     def capture(result: None, model_runner: Any, capture_decode_cuda_graph: bool = True) -> None:
         graphs.capture(model_runner)
 
-    def choose(result: None, runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> None:
-        graphs.choose(runner)
+    def load(original: Callable[..., None], runner: Any, forward_batch: Any, pp_proxy_tensors: Any = None) -> None:
+        with graphs.loading(runner):
+            original(runner, forward_batch, pp_proxy_tensors)
 
     return [
         Hook(
@@ -324,8 +354,8 @@ def decode_graph_hooks(graphs: DecodeGraphs) -> list[Hook]:
         ),
         Hook(
             target="sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch",
-            function=choose,
-            kind="after",
+            function=load,
+            kind="around",
             why="decode keeps clear of the SMs of encoder and prefill",
             parameters=("forward_batch", "pp_proxy_tensors"),
         ),

@@ -37,7 +37,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from .curves import DeviceCurves
-from .delay import summed_delay_ms
+from .delay import DECODE_WEIGHT, summed_delay_ms
 
 Objective = Literal["least_delay", "least_time", "tpot"]
 MaskMode = Literal["encoder", "both"]
@@ -181,7 +181,7 @@ class SpaceInferenceScheduler:
         mask_mode: MaskMode = "encoder",
         switch_cost_us: float = 50.0,
         *,
-        decode_weight: float = 1.0,
+        decode_weight: float = DECODE_WEIGHT,
         prefill_chunk_tokens: int = 2048,
         log_size: int = 256,
     ) -> None:
