@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,9 @@ def test_pairs_are_those_of_the_curves() -> None:
     row = next(r for r in curves.sharing if (r["mode"], r["prefill_units"]) == ("prefill masked", 84))
     whole = next(r for r in curves.sharing if r["mode"] == "both unmasked")
     assert prefill["encoder 84"].decode == pytest.approx(whole["decode_alone_ms"] / row["decode_ms"])
-    assert "encoder 116" not in prefill  # 16 SMs are fewer than decode runs on
+    assert "encoder 116" in prefill
+    fewer = Sharing(replace(curves, min_decoder_units=24), 5000).pairs("prefill", work, 6)
+    assert "encoder 116" not in {pair.label for pair in fewer}  # 16 SMs are fewer than decode runs on
     # A chunk that holds the whole prompt costs little more than the prefill alone, and is one decode step.
     chunks = [pair for label, pair in prefill.items() if label.startswith("mixed")]
     assert [p.compute for p in chunks] == sorted(p.compute for p in chunks)
@@ -251,8 +254,9 @@ def test_rows_of_a_results_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     make_slice(results, lambda name: 650.0 if name == "stock" else 600.0)
     (row,) = (row for row in tradeoff_report.rows(results, "qwen2-vl-7b") if row.points)
     assert row.workload == "fixed:2048@2x20"
-    assert row.load == pytest.approx(2 * 0.305, rel=0.01)
-    assert row.outside_ms == pytest.approx(600 - 305.1, abs=0.2)
+    alone_ms = tradeoff.work_of(h200(), [(2048, 2048)], 80).total_ms
+    assert row.load == pytest.approx(2e-3 * alone_ms, rel=0.01)
+    assert row.outside_ms == pytest.approx(600 - alone_ms, abs=0.2)
     assert row.fronts[MIXED][0].ttft_ms <= row.fronts[SHARED][0].ttft_ms + 1e-6
     assert bound.main(["tradeoff", "--results", str(tmp_path), "--model-name", "qwen2-vl-7b"]) == 0
     assert "spaceserve 10.0 / 600" in capsys.readouterr().out
