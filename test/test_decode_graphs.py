@@ -333,29 +333,30 @@ def test_attention_is_planned_for_the_sms_of_the_graph(tmp_path: Path) -> None:
     graphs, state, runner = ready_graphs(tmp_path)
     planned: list[tuple[int, int]] = []
 
-    def plan(*, batch_size: int, num_splits: int, sm_margin: int = 0) -> None:
+    def plan(*, batch_size: int, num_heads_k: int, sm_margin: int = 0) -> None:
         planned.append((batch_size, sm_margin))
 
     backend = SimpleNamespace(_get_scheduler_metadata=plan)
     graphs._plan_attention(backend)
 
-    def step(size: int = 8) -> None:
+    def step(size: int = 8, kv_heads: int = 4) -> None:
         with graphs.loading(runner):
             runner.load(size)
-            backend._get_scheduler_metadata(batch_size=size, num_splits=0)
+            backend._get_scheduler_metadata(batch_size=size, num_heads_k=kv_heads)
 
     step()
     state.encoder = 84
     step()
     step(16)  # no graph of that size
+    step(kv_heads=28)  # may make more splits than the graph has room for
     answers = iter([(84, True), (100, True)])
     graphs._watch = SimpleNamespace(look=lambda: next(answers))  # type: ignore[assignment]
     step()
     assert runner._replay_graph_key.label == "sms48", (
         "looked up once: the graph is that for which attention was planned"
     )
-    backend._get_scheduler_metadata(batch_size=8, num_splits=0)  # a step without graphs
-    assert planned == [(8, 0), (8, 84), (16, 0), (8, 84), (8, 0)]
+    backend._get_scheduler_metadata(batch_size=8, num_heads_k=4)  # a step without graphs
+    assert planned == [(8, 0), (8, 84), (16, 0), (8, 0), (8, 84), (8, 0)]
     without = SimpleNamespace(_get_scheduler_metadata=None)
     graphs._plan_attention(without)
     assert without._get_scheduler_metadata is None
@@ -414,7 +415,9 @@ class DecodeCudaGraphRunner:
             seq_lens=torch.zeros(4), seq_lens_cpu=torch.zeros(4), reset_index_buffers=lambda: None
         )
         self.backend: Any = FullCudaGraphBackend()
-        self.attn_backend = SimpleNamespace(_get_scheduler_metadata=lambda *, batch_size, sm_margin=0: sm_margin)
+        self.attn_backend = SimpleNamespace(
+            _get_scheduler_metadata=lambda *, batch_size, num_heads_k, sm_margin: sm_margin
+        )
         self.captured: list[tuple[Any, int]] = []
         self.kv_pool: Any = SimpleNamespace(alt_stream=None)
         self.alt_streams: set[Any] = set()
@@ -566,7 +569,7 @@ def test_sglang_s_sizes_are_captured_on_every_group(tmp_path: Path, on_a_gpu: Si
     assert page["capture_mib"] == 0
     with graphs.loading(runner):
         runner._replay_graph_key = SimpleNamespace(size=8)  # type: ignore[attr-defined]
-        assert runner.attn_backend._get_scheduler_metadata(batch_size=8) == 84
+        assert runner.attn_backend._get_scheduler_metadata(batch_size=8, num_heads_k=4) == 84
     assert runner._replay_graph_key == (8, None, "sms48")  # type: ignore[attr-defined]
     assert runner.backend._graphs[runner._replay_graph_key] == "graph"  # type: ignore[attr-defined]
     assert runner.backend._graphs[8, None, None] == "SGLang's"
@@ -618,7 +621,7 @@ def test_a_server_that_was_not_asked_says_how_to_ask(tmp_path: Path) -> None:
     assert decode_graphs("sis", path, "unused", lambda: False, None, on_gpu=True) is None
     left = DecoderLadder.read(path)
     assert left is not None
-    with pytest.raises(ValueError, match=r"start the server with --sm-partition both\+sis"):
+    with pytest.raises(ValueError, match=r"start the server with --sm-partition auto, both\+sis or"):
         left.check(0)
     for mode in ("both+sis", "auto"):
         graphs = decode_graphs(mode, path, "unused", lambda: False, None, on_gpu=True)
@@ -649,6 +652,7 @@ def test_sglang_has_what_the_hooks_and_the_capture_rely_on(tmp_path: Path) -> No
     backend = (packages / "sglang/srt/layers/attention/flashattention_backend.py").read_text()
     planning = backend[backend.index("def _compute_scheduler_metadata(") :].partition("\n    def ")[0]
     assert "return self._get_scheduler_metadata(\n            batch_size=batch_size,\n" in planning
+    assert "num_heads_k=self.num_kv_heads,\n" in planning
     assert "sm_margin" not in planning, "which is ours to give"
     fa3 = (packages / "sgl_kernel/flash_attn.py").read_text()
     assert "sm_margin: int = 0" in fa3[fa3.index("def get_scheduler_metadata(") :]

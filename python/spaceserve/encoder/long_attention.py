@@ -1,7 +1,7 @@
 """Attention over long images: FA4's kernel for Hopper where it is quicker than FA3, as measured at the start.
 
 FA3 has kernels for heads of 64, 96, 128, 192 and 256: it pads Qwen2-VL's heads of 80 to 96. FA4's kernel (package
-flash-attn-4, which SGLang requires) pads to multiples of 16, and a tile can be given to it. On an H200 it is 5 to 11 %
+flash-attn-4, which SGLang requires) pads to multiples of 16, and a tile can be given to it. On an H200 it is 5 to 13 %
 quicker for 21,316 patches, and slower for 5,476 and fewer (docs/benchmarking.md). From which length on it is quicker is
 measured where the server starts, on the SMs that batches will have. Whatever goes wrong, FA3 is there.
 

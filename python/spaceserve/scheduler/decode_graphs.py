@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 # Attention back ends whose graphs of one batch size share all they read.
 SHARING_ATTENTION_BACKENDS = ("fa3",)
+# KV heads for which attention's plan may be made for fewer SMs than the graph was captured for.
+PLANNED_KV_HEADS = (1, 2, 4, 8, 16)
 # Larger batches decode on the whole device: each graph costs time at the start and a few MiB.
 MAX_BATCH = 64
 # Left free for what comes after the graphs.
@@ -47,8 +49,9 @@ MIN_FREE_BYTES = 1 << 30
 WRITE_INTERVAL_S = 1.0
 
 NOT_ASKED_FOR = (
-    "decode has no CUDA graphs for groups of SMs: start the server with --sm-partition both+sis or both+static:N"
+    "decode has no CUDA graphs for groups of SMs: start the server with --sm-partition auto, both+sis or both+static:N"
 )
+ON_CPU = "decode has no CUDA graphs for groups of SMs: there are none on the CPU"
 
 
 def obstacle(model_runner: Any) -> str | None:
@@ -86,7 +89,7 @@ class DecodeGraphs:
 
     Attributes:
         on_group: entered while graphs are captured on a group, given its units and its stream.
-        was_asked_for: False where it is the default, so that it is no fault if it cannot be.
+        was_asked_for: False where it is the default.
     """
 
     def __init__(
@@ -121,6 +124,8 @@ class DecodeGraphs:
     def capture(self, model_runner: Any) -> None:
         """Capture the ladder with the runner that has SGLang's own graphs; where it cannot be done, say why."""
         reason = obstacle(model_runner)
+        # What cannot be here is no fault of a server that was not asked for it; a capture that fails is one.
+        level = logging.WARNING if self.was_asked_for or reason is None else logging.INFO
         if reason is None:
             try:
                 self._capture(model_runner)
@@ -131,7 +136,6 @@ class DecodeGraphs:
                 reason = f"capturing the graphs failed: {type(error).__name__}: {error}"
         if reason is not None:
             self.ladder = DecoderLadder(reason=f"decode cannot keep to SMs of its own: {reason}")
-            level = logging.WARNING if self.was_asked_for else logging.INFO
             logger.log(level, "Decode cannot keep to SMs of its own, only the encoder: %s", reason)
         self._write()
 
@@ -146,6 +150,9 @@ class DecodeGraphs:
         partitioner = self._partitioner = self._partitioner_factory(f"cuda:{model_runner.gpu_id}")
         if partitioner.backend != "green_ctx":
             raise ValueError(f"no CUDA graphs of groups of the back end {partitioner.backend}")
+        groups = decoder_groups(partitioner)
+        if not groups:
+            raise ValueError(f"no group of {partitioner.describe()} leaves decode a quarter of the device")
         sizes = [size for size in runner.capture_bs if size <= MAX_BATCH]
         # As SGLang before its own capture: these buffers are what attention metadata is made from.
         runner.buffers.seq_lens.fill_(runner.seq_len_fill_value)
@@ -157,7 +164,7 @@ class DecodeGraphs:
             freeze_gc(model_runner.server_args.enable_cudagraph_gc),
             _on_one_stream(model_runner.token_to_kv_pool),
         ):
-            for group in decoder_groups(partitioner):
+            for group in groups:
                 free, _ = torch.cuda.mem_get_info()
                 if free < MIN_FREE_BYTES:
                     logger.warning("No CUDA graphs of decode on %d SMs: %d MiB are free", group.granted, free >> 20)
@@ -199,14 +206,16 @@ class DecodeGraphs:
     def _plan_attention(self, backend: Any) -> None:
         """Let FA3 split a step's keys among the SMs of its graph, not among all of the device.
 
-        The graphs were captured with room for the splits of the whole device, and fewer SMs make no more of them.
+        The graphs were captured with room for the splits of the whole device. For a power of two of KV heads fewer SMs
+        never make more of them; for others nothing is changed.
         """
         plan = backend._get_scheduler_metadata
         if plan is None:
             return
 
-        def for_group(*, batch_size: int, **rest: Any) -> Any:
-            return plan(batch_size=batch_size, sm_margin=self.idle_units(batch_size), **rest)
+        def for_group(*, batch_size: int, num_heads_k: int, **rest: Any) -> Any:
+            idle = self.idle_units(batch_size) if num_heads_k in PLANNED_KV_HEADS else 0
+            return plan(batch_size=batch_size, num_heads_k=num_heads_k, sm_margin=idle, **rest)
 
         backend._get_scheduler_metadata = for_group
 
@@ -324,7 +333,7 @@ def decode_graphs(
     """
     asked = SmPartition.parse(mode)
     if asked.mask_mode != "both" or (asked.is_default and not on_gpu):
-        DecoderLadder(reason=NOT_ASKED_FOR).write(ladder_path)
+        DecoderLadder(reason=NOT_ASKED_FOR if on_gpu else ON_CPU).write(ladder_path)
         return None
     count_step = (lambda units: None) if metric_labels is None else step_counter(metric_labels)
     graphs = DecodeGraphs(ladder_path, EncoderWatch(board_name), prefill_in_flight, count_step)
