@@ -214,8 +214,16 @@ class DecodeGraphs:
             return
 
         def for_group(*, batch_size: int, num_heads_k: int, **rest: Any) -> Any:
+            arguments = {"batch_size": batch_size, "num_heads_k": num_heads_k, **rest}
             idle = self.idle_units(batch_size) if num_heads_k in PLANNED_KV_HEADS else 0
-            return plan(batch_size=batch_size, num_heads_k=num_heads_k, sm_margin=idle, **rest)
+            if idle:
+                try:
+                    return plan(sm_margin=idle, **arguments)
+                except Exception as error:
+                    # A step that is planned for the whole device is slower, but a step.
+                    logger.warning("Attention cannot be planned for groups of SMs: %s", error)
+                    backend._get_scheduler_metadata = plan
+            return plan(**arguments)
 
         backend._get_scheduler_metadata = for_group
 
