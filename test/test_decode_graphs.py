@@ -357,6 +357,18 @@ def test_attention_is_planned_for_the_sms_of_the_graph(tmp_path: Path) -> None:
     )
     backend._get_scheduler_metadata(batch_size=8, num_heads_k=4)  # a step without graphs
     assert planned == [(8, 0), (8, 84), (16, 0), (8, 0), (8, 84), (8, 0)]
+
+    def refuse(*, batch_size: int, num_heads_k: int, sm_margin: int = 0) -> str:
+        if sm_margin:
+            raise RuntimeError("no such argument")
+        return "planned for all"
+
+    graphs._watch = SimpleNamespace(look=lambda: (84, True))  # type: ignore[assignment]
+    other = SimpleNamespace(_get_scheduler_metadata=refuse)
+    graphs._plan_attention(other)
+    with graphs.loading(runner):
+        assert other._get_scheduler_metadata(batch_size=8, num_heads_k=4) == "planned for all"
+    assert other._get_scheduler_metadata is refuse, "it is not tried again"
     without = SimpleNamespace(_get_scheduler_metadata=None)
     graphs._plan_attention(without)
     assert without._get_scheduler_metadata is None
