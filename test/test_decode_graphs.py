@@ -149,7 +149,6 @@ def test_lanes_of_prefill_follow_the_mask_mode_and_are_noted(tmp_path: Path, mon
             units=lambda **state: units,
             alone_ms=lambda tokens, prefix: 10.0,
             decode_weight=1.0,
-            DEFAULT_WEIGHT=1.0,
         )
 
     partitioner: Any = SimpleNamespace(

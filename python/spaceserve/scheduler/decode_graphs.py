@@ -18,7 +18,6 @@ Why the graphs of all groups may share what SGLang's graphs share:
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +31,7 @@ from spaceserve.hooks import Hook
 from spaceserve.partition import Partitioner, serving_partitioner
 from spaceserve.ranks import has_several_ranks
 from spaceserve.scheduler.encoder_watch import EncoderWatch
-from spaceserve.scheduler.side_lanes import MIN_DECODER_SHARE, lane_rungs
+from spaceserve.scheduler.side_lanes import lanes_beside_decode
 from spaceserve.sis.decoder_ladder import DecoderLadder
 from spaceserve.skinny_gemm.linears import SkinnyLinears
 
@@ -304,8 +303,7 @@ def decoder_groups(partitioner: Partitioner) -> list[Any]:
     64, 48 and 32 of an H200's 132 SMs, beside 68, 84 and 100 of the encoder. Smaller ones cost more than they bring: on
     16 SMs a step took 14 ms beside the encoder, for an encoder that was 8 % quicker.
     """
-    lanes = lane_rungs(partitioner.rungs, math.ceil(MIN_DECODER_SHARE * partitioner.total_units))
-    groups = [partitioner.complement_of(units) for units in lanes]
+    groups = [partitioner.complement_of(units) for units in lanes_beside_decode(partitioner.rungs)]
     return [group for group in groups if group is not None]
 
 

@@ -16,6 +16,7 @@ from spaceserve.partition import Partitioner, serving_partitioner
 from spaceserve.scheduler.side_prefill import Lane
 from spaceserve.sis import curves_for
 from spaceserve.sis.decoder_ladder import DecoderLadder
+from spaceserve.sis.delay import DECODE_WEIGHT
 from spaceserve.sis.policy import MaskMode
 from spaceserve.sis.prefill_share import PrefillShare
 from spaceserve.sis.shapes import shape_from_model_path
@@ -38,6 +39,11 @@ def lane_rungs(rungs: Sequence[int], min_decoder_units: int = 1) -> tuple[int, .
     if len(upper) <= MAX_LANES:
         return tuple(upper)
     return tuple(upper[round(i * (len(upper) - 1) / (MAX_LANES - 1))] for i in range(MAX_LANES))
+
+
+def lanes_beside_decode(rungs: Sequence[int]) -> tuple[int, ...]:
+    """The SMs that lanes have on a server. Where decode is masked it has a group beside each of them."""
+    return lane_rungs(rungs, math.ceil(MIN_DECODER_SHARE * rungs[-1]))
 
 
 class PrefillLanes:
@@ -104,7 +110,7 @@ class PrefillLanes:
         if self._mode.num_sms is not None:
             # The encoder worker refuses more than there are, a moment later.
             return self._lane(partitioner, min(self._mode.num_sms, partitioner.total_units))
-        share.decode_weight = self._mode.decode_weight or share.DEFAULT_WEIGHT
+        share.decode_weight = self._mode.decode_weight or DECODE_WEIGHT
         num_sms = share.units(
             prefill_tokens=batch.extend_num_tokens,
             prefix_tokens=max(batch.prefix_lens, default=0),
@@ -165,10 +171,10 @@ def lanes_for(
 
     def share_of(partitioner: Partitioner, mask_mode: MaskMode) -> PrefillShare:
         shape = shape_from_model_path(scheduler.server_args.model_path)
-        # The same lanes in both mask modes: each may hold a gigabyte. Decode's ladder has a group beside each.
+        # The same lanes in both mask modes: each may hold a gigabyte.
         return PrefillShare(
             curves_for(torch.cuda.get_device_name(device), num_sms, shape),
-            lane_rungs(partitioner.rungs, math.ceil(MIN_DECODER_SHARE * num_sms)),
+            lanes_beside_decode(partitioner.rungs),
             mask_mode if ladder().rungs else "encoder",
         )
 

@@ -41,12 +41,10 @@ class PrefillShare:
         ValueError: no rung is left.
     """
 
-    DEFAULT_WEIGHT = DECODE_WEIGHT
-
     def __init__(self, curves: DeviceCurves, rungs: Sequence[int], mask_mode: MaskMode = "encoder") -> None:
         self._curves = curves
         self._total = curves.total_units
-        self.decode_weight = self.DEFAULT_WEIGHT
+        self.decode_weight = DECODE_WEIGHT
         self.rungs = tuple(n for n in rungs if self._total - n >= max(1, curves.min_decoder_units))
         if not self.rungs:
             raise ValueError(f"no rung of {list(rungs)} leaves decode {curves.min_decoder_units} units")

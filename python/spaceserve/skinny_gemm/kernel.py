@@ -28,9 +28,12 @@ from spaceserve.skinny_gemm.tiling import MAX_BATCH, TILES, Product, Tile, batch
 
 @triton.jit
 def _store_result(  # type: ignore[no-untyped-def]
-    y, y_ptr, bias_ptr, rows, cells, mask, n, HAS_BIAS: tl.constexpr,
+    y, y_ptr, bias_ptr, tile, batch, m, n, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums, with the bias, to their cells of the result."""
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    mask = (rows[:, None] < n) & (batch[None, :] < m)
+    cells = batch[None, :] * n + rows[:, None]
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
     tl.store(y_ptr + cells, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -74,10 +77,7 @@ def _skinny_gemm(  # type: ignore[no-untyped-def]
         ended = step == steps
         if ended | (unit == last - 1):
             if ended & (tile * steps >= first):
-                rows = tile * ROWS + tl.arange(0, ROWS)
-                mask = (rows[:, None] < n) & (batch[None, :] < m)
-                cells = batch[None, :] * n + rows[:, None]
-                _store_result(acc, y_ptr, bias_ptr, rows, cells, mask, n, HAS_BIAS)
+                _store_result(acc, y_ptr, bias_ptr, tile, batch, m, n, ROWS, HAS_BIAS)
             else:
                 slot = block * 2 + tl.where(tile == first // steps, 0, 1)
                 tl.store(sums_ptr + slot * ROWS * BATCH + shared, acc, cache_modifier=".cg")
@@ -92,9 +92,6 @@ def _skinny_gemm(  # type: ignore[no-untyped-def]
             tl.debug_barrier()  # all threads' sums are written before the block says so
             others = tl.atomic_add(counts_ptr + tile, ours, sem="acq_rel", scope="gpu")
             if others + ours == steps:
-                rows = tile * ROWS + tl.arange(0, ROWS)
-                mask = (rows[:, None] < n) & (batch[None, :] < m)
-                cells = batch[None, :] * n + rows[:, None]
                 # The blocks that have the tile's first and its last stage.
                 sharer = ((tile * steps + 1) * blocks - 1) // units
                 last_sharer = ((tile + 1) * steps * blocks - 1) // units
@@ -110,7 +107,7 @@ def _skinny_gemm(  # type: ignore[no-untyped-def]
                     y += y2
                     y += y3
                     sharer += 4
-                _store_result(y, y_ptr, bias_ptr, rows, cells, mask, n, HAS_BIAS)
+                _store_result(y, y_ptr, bias_ptr, tile, batch, m, n, ROWS, HAS_BIAS)
                 tl.store(counts_ptr + tile, 0)  # for the next product
 
 
