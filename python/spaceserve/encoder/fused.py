@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spaceserve.encoder.long_attention import LongAttention
+from spaceserve.encoder.long_attention import LongAttention, fa3
 from spaceserve.families import Family
 from spaceserve.hooks import Hook
 
@@ -96,21 +96,7 @@ library.define("packed_attention(Tensor q, Tensor k, Tensor v, Tensor starts, Te
 def _packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    from sglang.srt.layers.attention import vision
-
-    length = int(longest)
-    output: torch.Tensor = vision.flash_attn_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        max_seqlen_q=length,
-        max_seqlen_k=length,
-        softmax_scale=scale,
-        window_size=NO_WINDOW,
-    )
-    return output
+    return fa3(q, k, v, starts, int(longest), scale)
 
 
 @torch.library.register_fake("spaceserve::packed_attention", lib=library)
